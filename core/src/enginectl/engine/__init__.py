@@ -1,0 +1,1 @@
+"""The engine: loop, persistent batch, runner, and the client both sides of the process boundary share."""

@@ -1,0 +1,63 @@
+"""Adapters: weights added to the base per token, by slot."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from enginectl.interfaces.model import Model
+
+
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """A known adapter. version changes with its contents; it is part of the prefix-cache key."""
+
+    name: str
+    path: str
+    rank: int
+    version: str
+
+
+class AdapterBackend(ABC):
+    """Loads adapters, keeps some of them in device slots, and adds their part inside the model.
+
+    Slot -1 means no adapter. A slot is referenced by each row that uses it and may be reused at zero references.
+    """
+
+    @abstractmethod
+    def attach(self, model: Model) -> None:
+        """Hook into the model's linears. Called: once, after loading."""
+
+    @abstractmethod
+    def load(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        """Read and check an adapter into the host cache. Raises RequestError with the reason and changes nothing."""
+
+    @abstractmethod
+    def unload(self, name: str) -> None:
+        """Forget an adapter once its last user is gone. Raises NotFoundError for an unknown name."""
+
+    @abstractmethod
+    def list(self) -> tuple[AdapterInfo, ...]:
+        """Every adapter that requests may name."""
+
+    @abstractmethod
+    def acquire(self, name: str) -> int | None:
+        """A slot holding the adapter, with one more reference; None if every slot is in use by others.
+
+        Called: once per admission attempt.
+        """
+
+    @abstractmethod
+    def release(self, slot: int) -> None:
+        """One reference less. Called: once per finish or preemption."""
+
+    @abstractmethod
+    def begin_step(self, slots: Tensor | None) -> None:
+        """The slot of each token of the coming forward, [num_tokens] int32, -1 for none; None: nobody uses one.
+
+        Called: once per step, before the forward.
+        """

@@ -1,0 +1,115 @@
+"""Executors run step plans: on one device in this process, or the same scheduler on every rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from enginectl.interfaces.grammar import GrammarMatcher
+    from enginectl.interfaces.kv import KVLayout
+    from enginectl.types import SamplingParams, TokenLogprobs
+
+
+@dataclass(slots=True)
+class NewRow:
+    """A request that takes a row: everything the runner must know of it.
+
+    token_ids: [n] int32 prompt, and output so far when it resumes. adapter_slot: -1 for none.
+    """
+
+    row: int
+    request_id: str
+    token_ids: NDArray[np.int32]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    choice: int
+    eos_token_ids: tuple[int, ...]
+    adapter_slot: int = -1
+    grammar: GrammarMatcher | None = None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: the differences since the last plan, and what every row does. Arrays are not changed after launch.
+
+    removed, added: rows that became empty and that are new, in that order.
+    block_rows, block_columns, block_ids: entries of the block table to set; ids are [groups, m].
+    rows: [n] int32, rows with one query token first. num_computed: [n] int32 tokens already in the KV store.
+    num_tokens: [n] int32 query tokens this step, drafts included. num_drafts: [n] int32 how many of them are drafts
+    (they are in the runner's token matrix). samples: [n] bool, whether the last known token is computed in this step,
+    so that the row gets new ones. draft_limits: [n] int32 most drafts the speculator may propose afterwards.
+    """
+
+    rows: NDArray[np.int32]
+    num_computed: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    num_drafts: NDArray[np.int32]
+    samples: NDArray[np.bool_]
+    draft_limits: NDArray[np.int32]
+    removed: list[int] = field(default_factory=list)
+    added: list[NewRow] = field(default_factory=list)
+    block_rows: NDArray[np.int32] | None = None
+    block_columns: NDArray[np.int32] | None = None
+    block_ids: NDArray[np.int32] | None = None
+
+    def select(self, index: NDArray[np.intp]) -> StepPlan:
+        """The same step for some of its rows, without the differences (they are applied already)."""
+        return StepPlan(
+            self.rows[index],
+            self.num_computed[index],
+            self.num_tokens[index],
+            self.num_drafts[index],
+            self.samples[index],
+            self.draft_limits[index],
+        )
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced, for the rows that sampled.
+
+    rows: [m] int32. token_ids: [m, width] int32. num_new: [m] int32, verified tokens of each row (accepted drafts and
+    the one after them). num_drafts: [m] int32, drafts proposed for the next step. logprobs: row to one entry a new
+    token, for rows that asked. prompt_logprobs: row to entries for this step's prompt positions. errors: row to
+    message, for rows that failed alone.
+    """
+
+    rows: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    num_new: NDArray[np.int32]
+    num_drafts: NDArray[np.int32]
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class StepHandle(ABC):
+    """A launched step."""
+
+    @abstractmethod
+    def wait(self) -> StepResult:
+        """Block until the tokens are on the host. Raises what the step raised. Called: once."""
+
+
+class Executor(ABC):
+    """Owns the model, the KV store, the row arrays and everything that reads logits."""
+
+    @abstractmethod
+    def allocate(self, layout: KVLayout) -> None:
+        """Allocate the KV store. Raises OutOfMemoryError. Called: once, before the first launch."""
+
+    @abstractmethod
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Apply the differences and start the step. Returns at once where the device is asynchronous.
+
+        Called: once per step, at most overlap depth + 1 steps in flight.
+        """
+
+    def close(self) -> None:
+        """Free the device. Called: once."""

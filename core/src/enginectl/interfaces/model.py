@@ -1,0 +1,107 @@
+"""Models: what a checkpoint becomes, and the one call a step makes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from enginectl.context import BuildContext
+    from enginectl.interfaces.attention import AttentionBackend
+    from enginectl.interfaces.weights import Checkpoint
+
+
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One attention call of the model. scale multiplies q·k; window: tokens looked back, itself included, None for all;
+    chunk: attention within aligned chunks of this many tokens; soft_cap: tanh cap on the scores; group: KV group."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    group: int = 0
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rest of the engine must know of a model. max_model_len: the longest context it was made for."""
+
+    architecture: str
+    layers: tuple[LayerSpec, ...]
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    num_parameters: int = 0
+    weight_bytes: int = 0
+
+
+@dataclass(slots=True)
+class ForwardInput:
+    """One step for the model, packed. token_ids, positions: [num_tokens] int64. keep: [num_kept] int64, the tokens
+    whose next-token logits are wanted. plan: the attention backend's. adapter_slots: [num_tokens] int32 or None when
+    no token uses an adapter."""
+
+    token_ids: Tensor
+    positions: Tensor
+    keep: Tensor
+    plan: Any
+    adapter_slots: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Kept:
+    """What the forward leaves for sampling: hidden rows before the head, [num_kept, hidden_size], or logits fp32
+    [num_kept, vocab_size] where the model computes them at once; at least one of the two."""
+
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class Model(ABC):
+    """A loaded model on its device. Stateless between steps except for its KV pages."""
+
+    spec: ModelSpec
+
+    @abstractmethod
+    def use_attention(self, attention: AttentionBackend) -> None:
+        """Call this backend in every layer from now on. Called: once, before the first forward."""
+
+    @abstractmethod
+    def forward(self, step: ForwardInput) -> Kept:
+        """Run one step. Called: once per step, under torch.inference_mode."""
+
+    @abstractmethod
+    def logits(self, kept: Kept, rows: Tensor | None = None) -> Tensor:
+        """fp32 next-token logits, [num_kept or len(rows), vocab_size]; the caller may change them.
+
+        rows: [n] int64 into kept. Called: once or twice per step.
+        """
+
+    def greedy(self, kept: Kept, rows: Tensor | None = None) -> Tensor | None:
+        """Token ids [n] int64 of the largest logits without making them, or None where that is not faster."""
+        return None
+
+
+class ModelFamily(ABC):
+    """Loads the architectures it knows."""
+
+    @abstractmethod
+    def refuses(self, checkpoint: Checkpoint) -> str | None:
+        """Why this family cannot run the checkpoint exactly, or None if it can. Reads the config only."""
+
+    @abstractmethod
+    def spec(self, checkpoint: Checkpoint, ctx: BuildContext) -> ModelSpec:
+        """The specification from the config alone, before a weight is loaded (capacity, negotiation)."""
+
+    @abstractmethod
+    def load(self, checkpoint: Checkpoint, ctx: BuildContext) -> Model:
+        """Load weights to ctx.device in ctx.dtype. Raises ModelError with the reason."""

@@ -1,0 +1,17 @@
+"""Observers see what happens and change nothing."""
+
+from __future__ import annotations
+
+from abc import ABC
+
+from enginectl.types import EngineStats, FinishedRequest
+
+
+class Observer(ABC):
+    """Lives on the API side. Both methods must return quickly and may not raise."""
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """State of the engine. Called: once per step's output message at most."""
+
+    def on_finished(self, finished: FinishedRequest) -> None:
+        """A request ended. Called: once per request."""

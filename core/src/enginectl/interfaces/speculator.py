@@ -1,0 +1,52 @@
+"""Speculators propose drafts; core verifies them, so a wrong draft costs time and never a token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from enginectl.types import SamplingParams
+
+
+@dataclass(slots=True)
+class DraftBatch:
+    """Rows that just got verified tokens and may be given drafts.
+
+    rows: [n] int32. num_tokens: [n] int32 verified tokens of each row. limit: [n] int32 most drafts wanted (0 for
+    none). token_ids: [max_num_seqs, max_model_len] int32 on the host. hidden: [n, hidden_size], the hidden row that
+    predicted the last verified token, for speculators with the hidden_states capability, else None.
+    """
+
+    rows: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    limit: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    hidden: Tensor | None = None
+
+
+class Speculator(ABC):
+    """Proposes what comes next. max_drafts: most tokens it ever proposes for a row."""
+
+    max_drafts: int
+
+    @abstractmethod
+    def add_row(self, row: int, token_ids: NDArray[np.int32], params: SamplingParams) -> None:
+        """A request took this row with these tokens. Called: once per admission (and per resume)."""
+
+    @abstractmethod
+    def remove_row(self, row: int) -> None:
+        """The row is empty again."""
+
+    @abstractmethod
+    def propose(self, batch: DraftBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Drafts [n, max_drafts] int32 and how many of each row count, [n] int32, at most limit.
+
+        Called: once per step, after verification.
+        """
