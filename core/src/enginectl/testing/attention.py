@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
