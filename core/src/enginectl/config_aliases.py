@@ -1,0 +1,109 @@
+"""Words people bring along: flags that select a plugin or fill its section, and the packages that bring the plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from typing import Any
+
+import msgspec
+
+from enginectl.config import EngineConfig
+from enginectl.errors import ConfigError, PluginError, unknown
+
+PACKAGES = {
+    "triton": "enginectl-attention-triton",
+    "flashinfer": "enginectl-attention-flashinfer",
+    "ngram": "enginectl-spec-ngram",
+    "draft": "enginectl-spec-draft",
+    "sgmv": "enginectl-lora-sgmv",
+    "prefix-cache": "enginectl-prefix-cache",
+}
+"""Plugin to the distribution that brings it, for those we publish."""
+
+METHODS = {"draft_model": "draft", "[ngram]": "ngram"}
+"""Speculative methods whose plugin has another name. Every other method is its plugin's name."""
+
+
+def expand_aliases(
+    config: EngineConfig, installed: Sequence[str], origins: MutableMapping[str, str] | None = None
+) -> EngineConfig:
+    """A configuration in which aliases have become plugins, options and roles, under the plugins' own names.
+
+    origins: gains an entry for whatever an alias sets. Raises ConfigError, or PluginError for a plugin that is not
+    installed, with the package that brings it.
+    """
+    origins = {} if origins is None else origins
+    plugins = tuple(dict.fromkeys(plugin_name(name, installed, _where(origins, "plugins")) for name in config.plugins))
+    options: dict[str, dict[str, Any]] = {}
+    for given, section in config.plugin_options.items():
+        first = next(iter(section), "")
+        name = plugin_name(given, installed, origins.get(f"plugins.{given}.{first}", f"[plugins.{given}]"))
+        options.setdefault(name, {}).update(section)
+        for key in section:
+            if name != given and f"plugins.{given}.{key}" in origins:
+                origins[f"plugins.{name}.{key}"] = origins.pop(f"plugins.{given}.{key}")
+    if config.speculative_config is not None:
+        where = _where(origins, "speculative_config")
+        name, section = speculative_plugin(config.speculative_config, installed, where)
+        for key in set(section) & set(options.get(name, {})):
+            if section[key] != options[name][key]:
+                raise ConfigError(
+                    f"{where}: {key} is {section[key]!r}, and {options[name][key]!r} in "
+                    f"{origins.get(f'plugins.{name}.{key}', f'[plugins.{name}]')}; give it once"
+                )
+        plugins = tuple(dict.fromkeys((*plugins, name)))
+        options[name] = {**options.get(name, {}), **section}
+        origins["plugins"] = f"{origins['plugins']}, {where}" if "plugins" in origins else where
+        origins.update({f"plugins.{name}.{key}": where for key in section})
+    roles = {role: name for role, name in config.roles.items() if name != "auto"}
+    return msgspec.structs.replace(
+        config, plugins=plugins, plugin_options=options, roles=roles, speculative_config=None
+    )
+
+
+def speculative_plugin(
+    config: dict[str, Any], installed: Sequence[str], where: str = "speculative_config"
+) -> tuple[str, dict[str, Any]]:
+    """The plugin that a `speculative_config` means, and its options."""
+    options = {key: value for key, value in config.items() if key != "method"}
+    method = config.get("method", "draft" if "model" in config else None)
+    if not isinstance(method, str) or not method:
+        raise ConfigError(
+            f'{where}: method is {method!r}; allowed: a speculator plugin such as "ngram" or "draft", '
+            'as in {"method": "ngram", "num_speculative_tokens": 4}'
+        )
+    return plugin_name(METHODS.get(method, method), installed, where), options
+
+
+def plugin_name(given: str, installed: Iterable[str], where: str) -> str:
+    """The installed plugin of that name, whatever its dashes and case. Raises PluginError if there is none."""
+    names = list(installed)
+    for name in names:
+        if canonical(name) == canonical(given):
+            return name
+    raise PluginError(f"{where}: {unknown('plugin', given, names, hint=install_hint(given))}")
+
+
+def install_hint(plugin: str) -> str:
+    """How to get a plugin: the command, if we publish it."""
+    package = next((dist for name, dist in PACKAGES.items() if canonical(name) == canonical(plugin)), None)
+    return f"pip install {package}" if package else "Install the package that brings it, or see `enginectl plugins`"
+
+
+def check_promises(config: EngineConfig, provided: Collection[str]) -> None:
+    """Raise PluginError if a flag promises what no installed plugin provides. provided: roles with a provider."""
+    for wanted, flag, role, package in (
+        (config.enable_lora, "--enable-lora", "adapter", "enginectl-lora-sgmv"),
+        (config.enable_prefix_caching, "--enable-prefix-caching", "prefix_index", "enginectl-prefix-cache"),
+    ):
+        if wanted and role not in provided:
+            raise PluginError(f"{flag}: no installed plugin provides the role {role!r}. pip install {package}")
+
+
+def canonical(name: str) -> str:
+    """A plugin's name without the differences that flags, variables and files impose."""
+    return name.lower().replace("-", "_").replace(".", "_")
+
+
+def _where(origins: MutableMapping[str, str], name: str) -> str:
+    return origins.get(name, name)
