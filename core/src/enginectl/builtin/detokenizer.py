@@ -13,7 +13,6 @@ streamed by the time the error is seen.
 from __future__ import annotations
 
 import codecs
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -89,7 +88,7 @@ class PieceStream(TextStream):
         if self._settled and len(token_ids) == 1:
             piece = self._pieces[token_ids[0]]
             if piece.__class__ is str:
-                return piece  # type: ignore[return-value]
+                return piece
         return self._push(token_ids)
 
     def flush(self) -> str:
@@ -231,7 +230,7 @@ class WindowStream(TextStream):
         """Text of the window beyond what was read. A prompt that ended in an unfinished character may change its end."""
         text = self._decode(self._ids)
         if self._base.endswith(REPLACEMENT):
-            return text[len(os.path.commonprefix([self._base, text])) :]
+            return text[_num_common(self._base, text) :]
         return text[len(self._base) :]
 
     def _advance(self) -> None:
@@ -241,3 +240,8 @@ class WindowStream(TextStream):
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+
+
+def _num_common(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

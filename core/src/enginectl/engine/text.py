@@ -223,7 +223,8 @@ class ChoiceText:
 
     def _read(self, text: str) -> str | None:
         """Add a token's text; returns the stop string it completed, with the text cut after it."""
-        assert self._matcher is not None and self._node is not None, "no stop strings"
+        assert self._matcher is not None, "no stop strings"
+        assert self._node is not None, "no stop strings"
         if not text:
             return None
         self._node, end = self._matcher.scan(self._node, text, find=self._num_tokens > self._min_tokens)
