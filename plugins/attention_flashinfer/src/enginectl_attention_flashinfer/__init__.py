@@ -1,0 +1,1 @@
+"""FlashInfer attention for enginectl. This version registers nothing."""

@@ -1,0 +1,1 @@
+"""Paged attention kernels in Triton for enginectl. This version registers nothing."""

@@ -1,0 +1,1 @@
+"""Multi-LoRA kernels for enginectl. This version registers nothing."""

@@ -1,0 +1,1 @@
+"""A block-hash prefix cache for enginectl. This version registers nothing."""

@@ -1,0 +1,1 @@
+"""Draft-model speculation for enginectl. This version registers nothing."""

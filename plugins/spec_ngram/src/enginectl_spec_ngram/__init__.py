@@ -1,0 +1,1 @@
+"""Prompt-lookup speculation for enginectl. This version registers nothing."""
