@@ -124,9 +124,9 @@ class ChatTemplates:
         environment = self._guarded_environment if guarded else self._environment
         try:
             template = environment.compiled(source)
-        except Exception as error:  # syntax errors, and what deep nesting does to a compiler
-            raise _template_error("the chat template cannot be compiled", error, param="chat_template") from error
-        takes_text, takes_parts = self._forms(environment, template)
+            takes_text, takes_parts = self._forms(environment, template)
+        except Exception as error:  # syntax errors, what deep nesting does to a compiler, an exhausted budget
+            raise _template_error("the chat template cannot be used", error, param="chat_template") from error
         return Compiled(environment, template, takes_text, takes_parts)
 
     def _forms(self, environment: TemplateEnvironment, template: jinja2.Template) -> tuple[bool, bool]:
@@ -141,7 +141,9 @@ class ChatTemplates:
         variables = {"tools": None, "documents": None, "add_generation_prompt": False, "messages": chat}
         try:
             return environment.rendered(template, {**self._special_tokens, **variables})
-        except Exception:  # it cannot render this form, or this conversation at all
+        except Exception as error:  # it cannot render this form, or this conversation at all
+            if environment.is_over_budget(error):
+                raise
             return ""
 
 

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 200_000
+MAX_STEPS = 100_000
 """Loop iterations and calls one rendering of a request's template may make."""
 
 MAX_CHARS = 4 * 1024 * 1024
@@ -84,7 +84,7 @@ def tojson(
 ) -> str:
     """JSON as models were trained on it: no HTML escapes, characters as they are."""
     if isinstance(indent, int) and indent > MAX_WIDTH:
-        raise SecurityError(f"tojson: indent is at most {MAX_WIDTH}, found {indent}")
+        raise BudgetError(f"tojson: indent is at most {MAX_WIDTH}, found {indent}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -113,6 +113,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """The text."""
         return template.render(variables)
 
+    def is_over_budget(self, error: Exception) -> bool:
+        """Whether rendering ended because the template may do no more."""
+        return isinstance(error, BudgetError)
+
+
+class BudgetError(SecurityError):
+    """A request's template does more than it may."""
+
 
 class Budget:
     """Steps one rendering has left."""
@@ -126,7 +134,7 @@ class Budget:
         """Take one."""
         self.num_steps_left -= 1
         if self.num_steps_left < 0:
-            raise SecurityError(f"the template takes more than {MAX_STEPS} steps")
+            raise BudgetError(f"the template takes more than {MAX_STEPS} steps")
 
 
 class GuardedEnvironment(TemplateEnvironment):
@@ -143,7 +151,7 @@ class GuardedEnvironment(TemplateEnvironment):
 
     def compiled(self, source: str) -> jinja2.Template:
         if len(source) > MAX_SOURCE_CHARS:
-            raise SecurityError(f"the template has {len(source)} characters, allowed are {MAX_SOURCE_CHARS}")
+            raise BudgetError(f"the template has {len(source)} characters, allowed are {MAX_SOURCE_CHARS}")
         tree = _Counted().visit(self.parse(source))
         tree.set_environment(self)
         return self.from_string(tree)
@@ -158,13 +166,14 @@ class GuardedEnvironment(TemplateEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __context.parent[BUDGET].step()
-        if isinstance(__obj, BuiltinMethodType) and isinstance(__obj.__self__, str):
-            _check_string_call(__obj.__self__, __obj.__name__, (*args, *kwargs.values()))
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
+        if isinstance(method, BuiltinMethodType) and isinstance(method.__self__, str):
+            _check_string_call(method.__self__, method.__name__, (*args, *kwargs.values()))
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
-            raise SecurityError("a template in a request may not use **")
+            raise BudgetError("a template in a request may not use **")
         if operator == "*":
             _fits(_size(left) * _size(right))
         elif operator == "+":
@@ -202,7 +211,7 @@ def _environment_call(name: str, args: list[nodes.Expr], lineno: int) -> nodes.C
 
 def _fits(num_chars: int) -> int:
     if num_chars > MAX_CHARS:
-        raise SecurityError(f"the template makes a text of more than {MAX_CHARS} characters")
+        raise BudgetError(f"the template makes a text of more than {MAX_CHARS} characters")
     return num_chars
 
 
@@ -217,11 +226,11 @@ def _size(value: Any) -> int:
 def _check_string_call(text: str, name: str, args: tuple[Any, ...]) -> None:
     """Refuse calls whose result may be far larger than what goes in."""
     if name in ("format", "format_map") and WIDE_FORMAT.search(text):
-        raise SecurityError(f"the format string {text[:40]!r} is too wide")
+        raise BudgetError(f"the format string {text[:40]!r} is too wide")
     if name in ("replace", "join", "translate"):
         _fits((len(text) + 1) * max([1, *(_total(arg) for arg in args)]))
     elif any(isinstance(arg, int) and arg > MAX_WIDTH for arg in args):
-        raise SecurityError(f"numbers given to string methods are at most {MAX_WIDTH} in a request's template")
+        raise BudgetError(f"numbers given to string methods are at most {MAX_WIDTH} in a request's template")
 
 
 def _total(value: Any) -> int:
