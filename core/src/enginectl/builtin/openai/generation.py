@@ -1,0 +1,162 @@
+"""Running what one HTTP request asks for: one or several prompts, each with n choices, counted and collected."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+
+from enginectl.builtin.openai.answers import PromptTokensDetails, UsageBody
+from enginectl.builtin.openai.prompts import Prompt
+from enginectl.engine.client import EngineClient
+from enginectl.errors import StepError
+from enginectl.http.record import RequestRecord
+from enginectl.http.stream import close, merge
+from enginectl.types import FinishReason, GenerateRequest, OutputChunk, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Job:
+    """What one HTTP request runs. Choice `index` of prompt `place` is answered under place × n + index.
+
+    id, model, created: as shown. echo: text that precedes the output of each prompt. drop_output: the caller wanted
+    the prompt only, and the one token that was made for it is not shown or billed.
+    """
+
+    id: str
+    model: str
+    record: RequestRecord
+    prompts: list[Prompt]
+    requests: list[GenerateRequest]
+    n: int
+    echo: list[str] | None = None
+    drop_output: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    _cached_tokens: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.record.prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        self.record.completion_tokens = 0
+
+    @property
+    def num_choices(self) -> int:
+        """Choices over all prompts."""
+        return len(self.prompts) * self.n
+
+    def count(self, place: int, chunk: OutputChunk) -> None:
+        """Add what a chunk costs."""
+        assert self.record.completion_tokens is not None, "set when the job is made"
+        self.record.completion_tokens += len(chunk.token_ids)
+        if chunk.num_cached_tokens:
+            self._cached_tokens[place] = max(chunk.num_cached_tokens, self._cached_tokens.get(place, 0))
+
+    def usage(self) -> UsageBody:
+        """Tokens so far."""
+        prompt, completion = self.record.prompt_tokens or 0, self.record.completion_tokens or 0
+        cached = PromptTokensDetails(sum(self._cached_tokens.values()))
+        return UsageBody(prompt, completion, prompt + completion, cached)
+
+
+async def run(client: EngineClient, job: Job) -> AsyncGenerator[tuple[int, list[OutputChunk]], None]:
+    """Chunks as they come, at most one a choice in each list, with the place of their prompt.
+
+    Closing it early aborts every prompt. Raises StepError when a choice ends with an error.
+    """
+    if len(job.requests) == 1:
+        source = client.generate(job.requests[0])
+        try:
+            async for chunks in source:
+                yield 0, _checked(job, 0, chunks)
+        finally:
+            await close(source)
+        return
+    sources: list[AsyncIterator[list[OutputChunk]]] = [client.generate(request) for request in job.requests]
+    async with aclosing(merge(sources)) as merged:
+        async for place, chunks in merged:
+            yield place, _checked(job, place, chunks)
+
+
+def _checked(job: Job, place: int, chunks: list[OutputChunk]) -> list[OutputChunk]:
+    for chunk in chunks:
+        if chunk.finish_reason is FinishReason.ERROR:
+            raise StepError(chunk.error or "the request ended with an error")
+    if len(chunks) > 1:
+        chunks = coalesce(chunks)
+    if job.drop_output:
+        chunks = [_without_output(chunk) for chunk in chunks]
+    for chunk in chunks:
+        job.count(place, chunk)
+    return chunks
+
+
+def _without_output(chunk: OutputChunk) -> OutputChunk:
+    reason = FinishReason.LENGTH if chunk.finish_reason is FinishReason.STOP else chunk.finish_reason
+    return msgspec.structs.replace(chunk, text="", token_ids=(), logprobs=None, finish_reason=reason, stop_reason=None)
+
+
+def coalesce(chunks: list[OutputChunk]) -> list[OutputChunk]:
+    """One chunk a choice, in order of first appearance."""
+    by_choice: dict[int, list[OutputChunk]] = {}
+    for chunk in chunks:
+        by_choice.setdefault(chunk.index, []).append(chunk)
+    if len(by_choice) == len(chunks):
+        return chunks
+    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_choice.values()]
+
+
+def _joined(parts: list[OutputChunk]) -> OutputChunk:
+    """Consecutive chunks of one choice as one; what ends a choice is on the last."""
+    logprobs = [entry for part in parts for entry in part.logprobs or ()]
+    prompt_logprobs = next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None)
+    return msgspec.structs.replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
+        logprobs=tuple(logprobs) if any(part.logprobs is not None for part in parts) else None,
+        prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=max(part.num_cached_tokens for part in parts),
+    )
+
+
+@dataclass(slots=True)
+class Collected:
+    """A whole choice."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    chunk_starts: list[int] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: FinishReason = FinishReason.ABORT
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of all chunks."""
+        return "".join(self.texts)
+
+
+async def collect(client: EngineClient, job: Job) -> list[Collected]:
+    """Every choice, whole, in order. Cancelling it aborts the job."""
+    choices = [Collected() for _ in range(job.num_choices)]
+    async with aclosing(run(client, job)) as source:
+        async for place, chunks in source:
+            job.record.saw_token()
+            for chunk in chunks:
+                _append(choices[place * job.n + chunk.index], chunk)
+    return choices
+
+
+def _append(choice: Collected, chunk: OutputChunk) -> None:
+    choice.chunk_starts.append(len(choice.token_ids))
+    choice.texts.append(chunk.text)
+    choice.token_ids.extend(chunk.token_ids)
+    choice.logprobs.extend(chunk.logprobs or ())
+    if chunk.prompt_logprobs is not None:
+        choice.prompt_logprobs = chunk.prompt_logprobs
+    if chunk.finish_reason is not None:
+        choice.finish_reason = chunk.finish_reason
+        choice.stop_reason = chunk.stop_reason

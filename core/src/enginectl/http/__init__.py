@@ -1,0 +1,1 @@
+"""What every frontend shares: error bodies, strict JSON in, event streams out, keys, and the record of a request."""
