@@ -150,14 +150,14 @@ class PluginHost:
             raise PluginError(str(error)) from error
 
     def _collect(self, target: object) -> list[Provider]:
-        callers = self._manager.get_hookcallers(self._manager.get_plugin(self._manager.get_name(target) or "")) or []
+        callers = self._manager.get_hookcallers(target) or []
         providers: list[Provider] = []
         roles = {f"enginectl_{role.value}": role for role in Role}
         for caller in callers:
             if caller.name not in roles:
                 continue
             implementation = next(impl for impl in caller.get_hookimpls() if impl.plugin is target)
-            offered = implementation.function()
+            offered: Any = implementation.function()
             for provider in [offered] if isinstance(offered, Provider) else list(offered or ()):
                 if not isinstance(provider, Provider):
                     raise PluginError(f"{caller.name} returned {type(provider).__name__}, expected Provider")
@@ -172,10 +172,17 @@ class PluginHost:
             raise PluginError(f"{label} was written for API version {provider.api}, this core has {API_VERSION}")
         taken = self.catalogue[provider.role].get(provider.name)
         if taken is not None:
-            raise PluginError(f"{label} is already provided by {taken.plugin.origin}; two providers may not share a name")
+            raise PluginError(
+                f"{label} is already provided by {taken.plugin.origin}; two providers may not share a name"
+            )
         if provider.config is not None:
-            if not provider.config.__struct_config__.frozen or not provider.config.__struct_config__.forbid_unknown_fields:
-                raise PluginError(f"{label}: its config must be a frozen msgspec.Struct with forbid_unknown_fields=True")
+            if (
+                not provider.config.__struct_config__.frozen
+                or not provider.config.__struct_config__.forbid_unknown_fields
+            ):
+                raise PluginError(
+                    f"{label}: its config must be a frozen msgspec.Struct with forbid_unknown_fields=True"
+                )
             if any(other.config not in (None, provider.config) for other in siblings):
                 raise PluginError(f"{label}: all providers of a plugin share one config class")
 
@@ -268,7 +275,8 @@ class PluginHost:
 
     def describe(self) -> list[dict[str, str]]:
         """One row a provider, and one for each plugin that failed: role, name, plugin, distribution, version, state,
-        error. Evaluates nothing on this machine; `enginectl doctor` does."""
+        error. Evaluates nothing on this machine; `enginectl doctor` does.
+        """
         rows: list[dict[str, str]] = []
         for plugin in self.plugins.values():
             common = {"plugin": plugin.name, "distribution": plugin.distribution, "version": plugin.version}

@@ -79,6 +79,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: what the model reads, BOS included. adapter: served name of an adapter, or None for the base.
     priority: lower runs first under the priority scheduler. cache_salt: separates prefix-cache entries.
     tenant: whom fairness is counted against. timeout_s: ends the request with an error after this long.
+    choice_offset: number of its first choice, so that equal prompts of one call draw different noise from one seed.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     tenant: str = ""
     timeout_s: float | None = None
+    choice_offset: int = 0
 
 
 class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -134,6 +136,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str | None
     num_cached_tokens: int
     timings: Timings
+    refused: bool = False
+    """It never ran: something only the engine knows made it wrong."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class FrontendContext:
     """What a frontend may use. tokenizer: `enginectl.builtin.tokenizer.Tokenizer`. info: what /server_info shows:
-    versions, the assembled table, capacity."""
+    versions, the assembled table, capacity.
+    """
 
     client: EngineClient
     tokenizer: Any

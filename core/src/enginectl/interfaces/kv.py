@@ -19,7 +19,8 @@ BlockIds = NDArray[np.int32]
 
 class KVGroup(msgspec.Struct, frozen=True):
     """Layers that share one block table. window: tokens a layer looks back, None for all. bytes_per_block: over all
-    layers of the group, keys and values."""
+    layers of the group, keys and values.
+    """
 
     layers: tuple[int, ...]
     window: int | None
@@ -87,7 +88,8 @@ class PrefixMatch(msgspec.Struct, frozen=True):
 
 class BlockKey(msgspec.Struct, frozen=True):
     """What separates equal tokens: adapter (name and content version), cache salt, multimodal hashes; each tagged so
-    that none can pass for another."""
+    that none can pass for another.
+    """
 
     adapter: str | None = None
     adapter_version: str | None = None

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One attention call of the model. scale multiplies q·k; window: tokens looked back, itself included, None for all;
-    chunk: attention within aligned chunks of this many tokens; soft_cap: tanh cap on the scores; group: KV group."""
+    chunk: attention within aligned chunks of this many tokens; soft_cap: tanh cap on the scores; group: KV group.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -48,7 +49,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ForwardInput:
     """One step for the model, packed. token_ids, positions: [num_tokens] int64. keep: [num_kept] int64, the tokens
     whose next-token logits are wanted. plan: the attention backend's. adapter_slots: [num_tokens] int32 or None when
-    no token uses an adapter."""
+    no token uses an adapter.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -60,7 +62,8 @@ class ForwardInput:
 @dataclass(slots=True)
 class Kept:
     """What the forward leaves for sampling: hidden rows before the head, [num_kept, hidden_size], or logits fp32
-    [num_kept, vocab_size] where the model computes them at once; at least one of the two."""
+    [num_kept, vocab_size] where the model computes them at once; at least one of the two.
+    """
 
     hidden: Tensor | None = None
     logits: Tensor | None = None

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 class OpSet(ABC):
     """Linears, norms, RoPE and activations on one device. Rows of one call must not influence each other's bits where
-    the provider claims batch invariance."""
+    the provider claims batch invariance.
+    """
 
     batch_invariant: bool = False
 

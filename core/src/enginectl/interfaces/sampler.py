@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ class RowParts(ABC):
     """What logits processors and samplers have in common: per-row parameters that come and go with requests."""
 
     def validate(self, params: SamplingParams, vocab_size: int) -> None:
-        """Raise RequestError for a value this part cannot honour. Called: at admission, on the API side."""
+        """Raise RequestError for a value this part cannot honour. Called: once per request, before it is queued."""
 
     @abstractmethod
     def add_row(self, row: int, params: SamplingParams, seed: int, choice: int, prompt_len: int) -> None:
@@ -87,6 +87,3 @@ class Sampler(RowParts):
         Noise for row i depends on (seed, choice, positions[i]) only. Ties under greedy go to the lowest id.
         Called: once per step.
         """
-
-
-LogprobRows = Any

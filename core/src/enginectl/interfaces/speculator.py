@@ -32,9 +32,12 @@ class DraftBatch:
 
 
 class Speculator(ABC):
-    """Proposes what comes next. max_drafts: most tokens it ever proposes for a row."""
+    """Proposes what comes next. max_drafts: most tokens it ever proposes for a row. reads_hidden: it wants
+    `DraftBatch.hidden` (needs a model that keeps hidden rows).
+    """
 
     max_drafts: int
+    reads_hidden: bool = False
 
     @abstractmethod
     def add_row(self, row: int, token_ids: NDArray[np.int32], params: SamplingParams) -> None:

@@ -1,0 +1,288 @@
+"""The Python API: an engine in this process, driven by the caller's own thread.
+
+from enginectl import Engine, SamplingParams
+with Engine("path/to/model", max_num_seqs=32) as engine:
+for out in engine.generate(["Hello"], SamplingParams(max_tokens=16)):
+print(out.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from enginectl.api_side import ApiSide
+from enginectl.config import EngineConfig
+from enginectl.engine.router import OutputRouter, Ticket
+from enginectl.engine.validate import validate_request
+from enginectl.errors import ConfigError, EnginectlError, RequestError, unknown
+from enginectl.plugins import PluginHost
+from enginectl.provider import Role
+from enginectl.types import (
+    Completion,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    OutputChunk,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+)
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """An assembled engine. Use as a context manager, or call `close()`.
+
+    model: directory or file. plugins: entry points that must serve. Any role may be given by keyword: a string selects
+    a provider by name (`attention="torch"`), an object is used as it is (`scheduler=MyScheduler()`), no entry point
+    needed. Every other keyword is a field of `EngineConfig`.
+    Raises EnginectlError (see `enginectl.errors`) with what was asked, found, allowed, and what to do.
+    """
+
+    def __init__(self, model: str, *, plugins: Sequence[str] = (), **options: Any) -> None:
+        roles: dict[str, str] = dict(options.pop("roles", {}))
+        overrides: dict[str, Any] = {}
+        for role in Role:
+            part = options.pop(role.value, None)
+            if isinstance(part, str):
+                roles[role.value] = part
+            elif part is not None:
+                overrides[role.value] = part
+        for name in options:
+            if name not in EngineConfig.__struct_fields__:
+                raise ConfigError(unknown("option", name, (*EngineConfig.__struct_fields__, *Role)))
+        values = {"model": str(model), "plugins": tuple(plugins), "roles": roles, **options}
+        try:
+            config = msgspec.convert(values, EngineConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error)) from error
+        self._start(config, overrides)
+
+    def _start(self, config: EngineConfig, overrides: dict[str, Any]) -> None:
+        from enginectl.compose import compose
+        from enginectl.config_checks import validate_config
+        from enginectl.engine.threads import use_threads
+        from enginectl.machine import detect_machine
+
+        validate_config(config)
+        machine = detect_machine()
+        host = PluginHost(config.plugins, only_named=config.only_plugins)
+        use_threads(config, machine)
+        detokenizer = overrides.pop(Role.DETOKENIZER.value, None)
+        self._assembled = compose(config, machine=machine, host=host, overrides=overrides)
+        self.config = self._assembled.config
+        self.info = self._assembled.info
+        self.core = self._assembled.core
+        self._api = ApiSide(self.config, host, machine)
+        self._tokenizer = self._api.load_tokenizer(self.info)
+        self._host = host
+        self._router = OutputRouter(
+            detokenizer or self._api.detokenizer(self.info),
+            self.info,
+            seed=config.seed,
+            on_finished=self._on_finished,
+        )
+        self._ids = itertools.count(1)
+
+    # -- use -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's `enginectl.builtin.tokenizer.Tokenizer`, or None."""
+        return self._tokenizer
+
+    def stats(self) -> EngineStats:
+        """Rows, blocks and totals now."""
+        return self.core.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> list[RequestOutput]:
+        """Complete one or several prompts (text or token ids), batched; results in the order of the prompts.
+
+        params: one for all or one each; the default is greedy with what fits. fields: fields of `GenerateRequest` for
+        all of them (adapter, priority, cache_salt, timeout_s). Raises RequestError, before anything runs, if one of
+        them is wrong; a prompt that fails on the way has `error` set and what it had so far.
+        """
+        indexed = sorted(self.generate_as_completed(prompts, params, **fields), key=lambda pair: pair[0])
+        return [output for _, output in indexed]
+
+    def generate_as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Like `generate`, but yields (index of the prompt, result) as each is finished."""
+        requests = self._requests(prompts, params, fields)
+        open_tickets = {ticket: i for i, ticket in enumerate(self._submit(requests))}
+        collected: dict[Ticket, list[OutputChunk]] = {ticket: [] for ticket in open_tickets}
+        try:
+            while open_tickets:
+                self._step()
+                for ticket in [t for t in open_tickets if t.pending or t.is_done]:
+                    collected[ticket] += ticket.pending
+                    ticket.pending = []
+                    if ticket.is_done:
+                        yield open_tickets.pop(ticket), assemble(ticket, collected.pop(ticket))
+        finally:
+            self._abort(open_tickets)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> Iterator[OutputChunk]:
+        """Complete one prompt, yielding chunks as they come. Leaving early aborts it."""
+        (ticket,) = self._submit(self._requests([prompt], params, fields))
+        try:
+            while not ticket.is_done or ticket.pending:
+                if not ticket.pending:
+                    self._step()
+                chunks, ticket.pending = ticket.pending, []
+                yield from chunks
+        finally:
+            self._abort([ticket])
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **template_kwargs: Any
+    ) -> RequestOutput:
+        """Answer a conversation through the model's chat template."""
+        if self._tokenizer is None:
+            raise EnginectlError("the model has no tokenizer, so it cannot chat; give token ids to generate()")
+        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **template_kwargs)
+        return self.generate([self._tokenizer.encode_chat(text)], params)[0]
+
+    def close(self) -> None:
+        """Free the engine. It cannot be used afterwards."""
+        self._assembled.close()
+
+    def __enter__(self) -> Self:
+        """The engine itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Close."""
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _requests(
+        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None, fields: dict[str, Any]
+    ) -> list[GenerateRequest]:
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        chosen = params if params is not None else SamplingParams(temperature=0.0)
+        each = [chosen] * len(prompts) if isinstance(chosen, SamplingParams) else list(chosen)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one, or one each")
+        ids = [self._encode(prompt) for prompt in prompts]
+        offsets = duplicate_offsets(ids, each)
+        made = []
+        for prompt, one, offset in zip(ids, each, offsets, strict=True):
+            request = GenerateRequest(
+                request_id=f"request-{next(self._ids)}",
+                prompt_token_ids=prompt,
+                params=self._with_bad_words(one),
+                choice_offset=offset,
+                **fields,
+            )
+            validate_request(request, self.info, max_logprobs=self.config.max_logprobs, adapters=self.info.adapters)
+            self._host.hook.enginectl_request_admitted(request=request)
+            made.append(request)
+        return made
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self._tokenizer is None:
+            raise RequestError("the model has no tokenizer; give the prompt as token ids", param="prompt")
+        return self._tokenizer.encode(prompt)
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        if not params.bad_words:
+            return params
+        if self._tokenizer is None:
+            raise RequestError("the model has no tokenizer; give bad_word_ids instead of bad_words", param="bad_words")
+        ids = (*params.bad_word_ids, *self._tokenizer.bad_word_ids(params.bad_words))
+        return msgspec.structs.replace(params, bad_word_ids=ids)
+
+    def _submit(self, requests: Sequence[GenerateRequest]) -> list[Ticket]:
+        tickets = []
+        for request in requests:
+            ticket, specs = self._router.open(request, _nothing)
+            for spec in specs:
+                self.core.add(spec)
+            tickets.append(ticket)
+        return tickets
+
+    def _step(self) -> None:
+        for outputs in self.core.step():
+            stopped = self._router.dispatch(outputs)
+            if stopped:
+                self.core.abort(stopped)
+
+    def _abort(self, tickets: Sequence[Ticket] | dict[Ticket, int]) -> None:
+        for ticket in tickets:
+            self.core.abort(self._router.close(ticket))
+        for outputs in self.core.step() if self.core.has_work else ():
+            self._router.dispatch(outputs)
+
+    def _on_finished(self, ticket: Ticket, error: str | None) -> None:
+        self._host.hook.enginectl_request_finished(request=ticket.request, finished=ticket.finished(error))
+
+
+def duplicate_offsets(prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[int]:
+    """The first choice number of each prompt of a call: equal prompts draw different noise from one seed, and a prompt's
+    noise does not depend on which others came with it.
+    """
+    seen: Counter[tuple[int, ...]] = Counter()
+    offsets = []
+    for prompt, one in zip(prompts, params, strict=True):
+        key = tuple(prompt)
+        offsets.append(seen[key])
+        seen[key] += one.n
+    return offsets
+
+
+def assemble(ticket: Ticket, chunks: Sequence[OutputChunk]) -> RequestOutput:
+    """A finished request from its chunks."""
+    completions = [_completion(index, chunks) for index in range(ticket.request.params.n)]
+    error = next((chunk.error for chunk in chunks if chunk.error is not None), None)
+    if ticket.failure is not None:
+        error = str(ticket.failure)
+    return RequestOutput(
+        request_id=ticket.request.request_id,
+        prompt_token_ids=ticket.request.prompt_token_ids,
+        outputs=tuple(completions),
+        usage=Usage(len(ticket.request.prompt_token_ids), ticket.num_output_tokens, ticket.num_cached_tokens),
+        prompt_logprobs=next((c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None), None),
+        error=error,
+    )
+
+
+def _completion(index: int, chunks: Sequence[OutputChunk]) -> Completion:
+    mine = [chunk for chunk in chunks if chunk.index == index]
+    last = mine[-1] if mine else None
+    logprobs: list[TokenLogprobs] = []
+    for chunk in mine:
+        logprobs += chunk.logprobs or ()
+    return Completion(
+        index=index,
+        text="".join(chunk.text for chunk in mine),
+        token_ids=tuple(token for chunk in mine for token in chunk.token_ids),
+        finish_reason=(last.finish_reason if last is not None else None) or FinishReason.ABORT,
+        stop_reason=last.stop_reason if last is not None else None,
+        logprobs=tuple(logprobs) if any(chunk.logprobs is not None for chunk in mine) else None,
+    )
+
+
+def _nothing() -> None:
+    """The synchronous caller looks for itself."""

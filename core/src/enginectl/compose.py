@@ -1,0 +1,326 @@
+"""Config and catalogue to an engine: the only place that wires parts together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from enginectl.config import EngineConfig
+from enginectl.context import BuildContext, Machine
+from enginectl.engine.admission import Admission
+from enginectl.engine.batch import RowTable
+from enginectl.engine.client import EngineInfo
+from enginectl.engine.core_loop import EngineCore
+from enginectl.engine.deferred import DeferredExecutor
+from enginectl.engine.grammar import GrammarHost
+from enginectl.engine.ledger import BlockPool
+from enginectl.errors import ConfigError, ModelError, PluginError
+from enginectl.interfaces.executor import Executor
+from enginectl.interfaces.kv import KVLayout
+from enginectl.interfaces.model import ModelFamily, ModelSpec
+from enginectl.interfaces.weights import Checkpoint
+from enginectl.negotiate import check_capabilities
+from enginectl.plugins import Entry, PluginHost, unsupported_reason
+from enginectl.provider import OPTIONAL_ROLES, Role
+from enginectl.resolve import (
+    check_supported,
+    resolve_device,
+    resolve_dtype,
+    resolve_lengths,
+    size_pool,
+)
+
+log = logging.getLogger("enginectl.compose")
+
+_PACKAGES = {
+    Role.PREFIX_INDEX: "enginectl-prefix-cache",
+    Role.ADAPTER: "enginectl-lora-sgmv",
+    Role.SPECULATOR: "enginectl-spec-ngram or enginectl-spec-draft",
+}
+
+
+@dataclass(slots=True)
+class Assembled:
+    """A wired engine: the loop, what it reports, and what must be closed."""
+
+    core: EngineCore
+    info: EngineInfo
+    config: EngineConfig
+    host: PluginHost
+    parts: dict[str, Any]
+    executor: Executor
+    grammars: GrammarHost | None = None
+
+    def close(self) -> None:
+        """Free the device and stop threads."""
+        self.core.drain()
+        self.executor.close()
+        if self.grammars is not None:
+            self.grammars.close()
+
+
+@dataclass(slots=True)
+class Composer:
+    """Builds the engine side, role by role, and remembers who was chosen.
+
+    overrides: role to an object of the caller's own, used as it is. progress: told each stage of start-up.
+    """
+
+    config: EngineConfig
+    machine: Machine
+    host: PluginHost
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    progress: Callable[[str], None] = log.info
+    table: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    chosen: dict[Role, Entry] = field(default_factory=dict)
+
+    def compose(self) -> Assembled:
+        """Open, negotiate, load, size, wire. Raises EnginectlError with the reason; nothing stays behind."""
+        self._check_names()
+        check_supported(self.config)
+        checkpoint = self._open()
+        device = resolve_device(self.config, self.machine)
+        dtype = resolve_dtype(self.config, checkpoint, self.machine, device)
+        ctx = BuildContext(self.config, self.machine, device=device, dtype=dtype, checkpoint=checkpoint)
+        family = self._family(ctx, checkpoint)
+        spec = family.spec(checkpoint, ctx)
+        ctx = self._choose(ctx, spec)
+        config = ctx.engine
+        self.progress(f"loading weights of {Path(config.model).name} ({dtype} on {device})")
+        model = family.load(checkpoint, ctx)
+        ctx = ctx.with_(model=model, model_spec=model.spec)
+        attention = self._build(Role.ATTENTION, ctx)
+        model.use_attention(attention)
+        ctx.parts["attention"] = attention
+        self.progress("sizing the KV pool")
+        layout = size_pool(config, model.spec, self.machine, device)
+        config = resolve_lengths(config, model.spec, layout)
+        ctx = ctx.with_(engine=config, kv_layout=layout)
+        return self._wire(ctx, layout)
+
+    # -- choosing ------------------------------------------------------------------------------------------------
+
+    def _check_names(self) -> None:
+        self.host.check_sections(self.config.plugin_options)
+        for role in (*self.config.roles, *self.overrides):
+            if role not in set(Role):
+                raise ConfigError(f"no role named {role!r}; roles: {', '.join(Role)}")
+
+    def _pick(self, role: Role) -> Entry | None:
+        wanted = self.config.roles.get(role.value)
+        if role is Role.SCHEDULER and wanted is None:
+            wanted = self.config.scheduling_policy
+        selection = self.host.select(role, self.machine, wanted)
+        self.skipped += [(role.value, name, reason) for name, _, reason in selection.skipped]
+        if not selection.chosen:
+            if role in OPTIONAL_ROLES:
+                return None
+            reasons = "; ".join(f"{name}: {reason}" for name, _, reason in selection.skipped) or "none is installed"
+            raise PluginError(f"no {role.value} can serve here ({reasons})")
+        self.chosen[role] = selection.chosen[0]
+        return selection.chosen[0]
+
+    def _pick_optional(self, role: Role, asked: bool | None, flag: str) -> Entry | None:
+        """asked: True means it must be there, False that it must not, None that it may."""
+        if asked is False:
+            return None
+        entry = self._pick(role)
+        if entry is None and asked:
+            raise PluginError(f"{flag} needs a {role.value} plugin and none is installed; install {_PACKAGES[role]}")
+        return entry
+
+    def _choose(self, ctx: BuildContext, spec: ModelSpec) -> BuildContext:
+        """Pick every part of cardinality one and intersect what they can do, before a weight is loaded."""
+        config = self.config
+        for role in (Role.ATTENTION, Role.SCHEDULER, Role.KV_ALLOCATOR, Role.SAMPLER, Role.EXECUTOR):
+            if role.value not in self.overrides:
+                self._pick(role)
+        if Role.PREFIX_INDEX.value not in self.overrides:
+            self._pick_optional(Role.PREFIX_INDEX, config.enable_prefix_caching, "--enable-prefix-caching")
+        if Role.SPECULATOR.value not in self.overrides:
+            wanted = config.speculative_config is not None or bool(self.host.named_for(Role.SPECULATOR))
+            asked = wanted or Role.SPECULATOR.value in config.roles
+            self._pick_optional(Role.SPECULATOR, asked or False, "--speculative-config")
+        if Role.ADAPTER.value not in self.overrides:
+            asked = config.enable_lora or bool(self.host.named_for(Role.ADAPTER)) or Role.ADAPTER.value in config.roles
+            self._pick_optional(Role.ADAPTER, asked, "--enable-lora")
+        check_capabilities(self.chosen, spec, ctx)
+        config = resolve_lengths(config, spec, None)
+        kv_dtype = ctx.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        if kv_dtype != ctx.dtype:
+            raise ConfigError(f"--kv-cache-dtype {kv_dtype}: the attention backend stores {ctx.dtype} here; use auto")
+        config = msgspec.structs.replace(config, kv_cache_dtype=kv_dtype, dtype=ctx.dtype, device=ctx.device)
+        return ctx.with_(engine=config, model_spec=spec)
+
+    def _open(self) -> Checkpoint:
+        path = Path(self.config.model).expanduser()
+        if not path.exists():
+            raise ModelError(
+                f"no model at {str(path)!r}; give a directory with config.json and *.safetensors, or a .gguf file "
+                "(models are not downloaded)"
+            )
+        wanted = self.config.roles.get(Role.WEIGHTS.value)
+        usable = [self.host.entry(Role.WEIGHTS, wanted)] if wanted else self._serving(Role.WEIGHTS)
+        ctx = BuildContext(self.config, self.machine)
+        for entry in usable:
+            source = entry.provider.build(self._with_options(ctx, entry))
+            if source.matches(path):
+                self._record(Role.WEIGHTS, entry)
+                self.progress(f"opening {path.name}")
+                opened: Checkpoint = source.open(path)
+                return opened
+        names = ", ".join(entry.provider.name for entry in usable)
+        raise ModelError(f"{str(path)!r} is in no format that an installed weights source reads ({names})")
+
+    def _family(self, ctx: BuildContext, checkpoint: Checkpoint) -> ModelFamily:
+        wanted = self.config.roles.get(Role.MODEL_FAMILY.value)
+        usable = [self.host.entry(Role.MODEL_FAMILY, wanted)] if wanted else self._serving(Role.MODEL_FAMILY)
+        reasons = []
+        for entry in usable:
+            family: ModelFamily = entry.provider.build(self._with_options(ctx, entry))
+            reason = family.refuses(checkpoint)
+            if reason is None:
+                self.chosen[Role.MODEL_FAMILY] = entry
+                self._record(Role.MODEL_FAMILY, entry)
+                return family
+            reasons.append(f"{entry.provider.name}: {reason}")
+            self.skipped.append((Role.MODEL_FAMILY.value, entry.provider.name, reason))
+        kind = checkpoint.config.get("model_type", "unknown")
+        raise ModelError(f"no model family can run {kind!r} exactly ({'; '.join(reasons)})")
+
+    def _serving(self, role: Role) -> list[Entry]:
+        """Every provider of the role that can serve here, named ones first, then by rank."""
+        entries = [e for e in self.host.catalogue[role].values() if not unsupported_reason(e.provider, self.machine)]
+        named = self.host.named_for(role)
+        entries = [e for e in entries if e in named or e.provider.rank >= 0]
+        return sorted(entries, key=lambda e: (e not in named, -e.provider.rank, e.provider.name))
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def _with_options(self, ctx: BuildContext, entry: Entry) -> BuildContext:
+        return ctx.with_(options=self.host.options(entry.plugin, self.config.plugin_options))
+
+    def _record(self, role: Role, entry: Entry) -> None:
+        plugin = entry.plugin
+        self.table.append((role.value, entry.provider.name, plugin.name, plugin.distribution, plugin.version))
+
+    def _build(self, role: Role, ctx: BuildContext) -> Any:
+        if role.value in self.overrides:
+            part = self.overrides[role.value]
+            self.table.append((role.value, type(part).__name__, "-", type(part).__module__, "-"))
+            return part
+        entry = self.chosen.get(role)
+        if entry is None:
+            return None
+        part = entry.provider.build(self._with_options(ctx, entry))
+        self._record(role, entry)
+        return part
+
+    def _build_all(self, role: Role, ctx: BuildContext) -> dict[str, Any]:
+        parts = {}
+        for entry in self._serving(role):
+            parts[entry.provider.name] = entry.provider.build(self._with_options(ctx, entry))
+            self._record(role, entry)
+        return parts
+
+    def _wire(self, ctx: BuildContext, layout: KVLayout) -> Assembled:
+        config, spec = ctx.engine, ctx.model_spec
+        assert spec is not None, "the model is loaded"
+        assert config.max_model_len is not None, "resolved"
+        assert config.max_num_batched_tokens is not None, "resolved"
+        parts = ctx.parts
+        parts["kv_allocator"] = self._build(Role.KV_ALLOCATOR, ctx)
+        parts["prefix_index"] = self._build(Role.PREFIX_INDEX, ctx)
+        parts["scheduler"] = self._build(Role.SCHEDULER, ctx)
+        parts["logits_processor"] = list(self._build_all(Role.LOGITS_PROCESSOR, ctx).values())
+        parts["sampler"] = self._build(Role.SAMPLER, ctx)
+        parts["speculator"] = self._build(Role.SPECULATOR, ctx)
+        parts["adapter"] = self._build(Role.ADAPTER, ctx)
+        if parts["adapter"] is not None:
+            parts["adapter"].attach(ctx.model)
+            for name, path in config.lora_modules.items():
+                parts["adapter"].load(name, path)
+        backends = self._build_all(Role.GRAMMAR, ctx)
+        backends.update({"override": self.overrides["grammar"]} if "grammar" in self.overrides else {})
+        grammars = GrammarHost(backends) if backends else None
+        executor: Executor = self._build(Role.EXECUTOR, ctx)
+        if config.overlap_depth and ctx.device == "cpu":
+            executor = DeferredExecutor(executor)
+        self.progress(f"allocating {layout.num_blocks - 1} KV blocks of {layout.block_size} tokens")
+        executor.allocate(layout)
+        max_drafts = 0 if parts["speculator"] is None else parts["speculator"].max_drafts
+        pool = BlockPool(layout.num_blocks, parts["kv_allocator"], parts["prefix_index"])
+        core = EngineCore(
+            scheduler=parts["scheduler"],
+            pool=pool,
+            executor=executor,
+            table=RowTable(config.max_num_seqs, config.max_model_len, config.block_size),
+            admission=Admission(
+                pool,
+                block_size=config.block_size,
+                chunked_prefill=config.enable_chunked_prefill,
+                adapters=parts["adapter"],
+                grammars=grammars,
+                max_drafts=max_drafts,
+                vocab_size=spec.vocab_size,
+                checks=(*parts["logits_processor"], parts["sampler"]),
+            ),
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_drafts=max_drafts,
+            overlap_depth=config.overlap_depth or 0,
+        )
+        return Assembled(core, self._info(ctx, layout), config, self.host, parts, executor, grammars)
+
+    def _info(self, ctx: BuildContext, layout: KVLayout) -> EngineInfo:
+        from enginectl.resolve import eos_token_ids, sampling_defaults
+
+        config, spec, checkpoint = ctx.engine, ctx.model_spec, ctx.checkpoint
+        assert spec is not None, "the model is loaded"
+        assert checkpoint is not None, "the checkpoint is open"
+        directory = config.tokenizer or checkpoint.tokenizer_dir()
+        adapter = ctx.parts["adapter"]
+        bytes_per_block = sum(group.bytes_per_block for group in layout.groups)
+        return EngineInfo(
+            model=config.model,
+            architecture=spec.architecture,
+            dtype=ctx.dtype,
+            device=ctx.device,
+            max_model_len=config.max_model_len or spec.max_model_len,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=eos_token_ids(checkpoint),
+            bos_token_id=checkpoint.config.get("bos_token_id"),
+            sampling_defaults=sampling_defaults(checkpoint, config),
+            num_kv_tokens=(layout.num_blocks - 1) * layout.block_size,
+            kv_bytes_per_token=bytes_per_block // layout.block_size,
+            block_size=layout.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens or 0,
+            table=tuple(self.table),
+            skipped=tuple(dict.fromkeys(self.skipped)),
+            tokenizer_dir=str(directory) if directory is not None else None,
+            adapters=tuple(info.name for info in adapter.list()) if adapter is not None else (),
+        )
+
+
+def compose(
+    config: EngineConfig,
+    *,
+    machine: Machine | None = None,
+    host: PluginHost | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] = log.info,
+) -> Assembled:
+    """Assemble the engine side of `config`. overrides: role name to an object of one's own."""
+    if machine is None:
+        from enginectl.machine import detect_machine
+
+        machine = detect_machine()
+    host = host or PluginHost(config.plugins, only_named=config.only_plugins)
+    return Composer(config, machine, host, overrides or {}, progress).compose()

@@ -1,0 +1,118 @@
+"""The engine's side of the persistent batch: which request holds which row, how far it is, and its blocks.
+
+Rows are fixed places in arrays, so a pure decode step is a handful of vectorised operations. The runner keeps its own
+arrays (`engine/rows.py`) and learns of changes through the plan.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginectl.engine.request import Request, stop_ids
+from enginectl.interfaces.scheduler import RunningRows
+
+
+class RowTable:
+    """`max_num_seqs` rows of at most `max_model_len` tokens; block table [groups, rows, max_blocks]."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
+        n = max_num_seqs
+        max_blocks = -(-max_model_len // block_size)
+        self.requests: list[Request | None] = [None] * n
+        self.token_ids = np.zeros((n, max_model_len + 1), np.int32)
+        self.block_table = np.zeros((num_groups, n, max_blocks), np.int32)
+        self.keys = np.zeros(n, np.int64)
+        self.num_tokens = np.zeros(n, np.int32)
+        self.num_computed = np.zeros(n, np.int32)
+        self.num_drafts = np.zeros(n, np.int32)
+        self.num_blocks = np.zeros(n, np.int32)
+        self.num_published = np.zeros(n, np.int32)
+        self.max_tokens = np.zeros(n, np.int32)
+        self.stop_ids = np.full((n, 4), -1, np.int32)
+        self.in_flight = np.zeros(n, np.int32)
+        self.is_closing = np.zeros(n, np.bool_)
+        self.awaits_first = np.zeros(n, np.bool_)
+        self.draft_limit = np.zeros(n, np.int32)
+        self.priority = np.zeros(n, np.int32)
+        self.arrival_s = np.zeros(n, np.float64)
+        self.tenant = np.zeros(n, np.int32)
+        self.order = np.zeros(0, np.int32)
+        """Rows that run, in admission order."""
+        self._free = list(range(n - 1, -1, -1))
+        self._tenants: dict[str, int] = {}
+        self._fixed: RunningRows | None = None
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows nobody holds."""
+        return len(self._free)
+
+    def add(self, request: Request) -> int:
+        """Give the request a row; its blocks come after. Returns the row."""
+        row = self._free.pop()
+        n = len(request.token_ids)
+        request.row = row
+        self.requests[row] = request
+        self.keys[row] = request.key
+        self.token_ids[row, :n] = request.token_ids
+        self.num_tokens[row] = n
+        self.num_computed[row] = self.num_drafts[row] = self.num_blocks[row] = self.num_published[row] = 0
+        self.max_tokens[row] = request.max_total_tokens
+        self._set_stops(row, stop_ids(request.spec))
+        self.in_flight[row] = 0
+        self.is_closing[row] = False
+        self.awaits_first[row] = request.first_token_s == 0.0
+        self.priority[row] = request.priority
+        self.arrival_s[row] = request.arrival_s
+        self.tenant[row] = self._tenants.setdefault(request.tenant, len(self._tenants))
+        self.order = np.append(self.order, np.int32(row))
+        self._fixed = None
+        return row
+
+    def close(self, row: int) -> None:
+        """The row runs no longer; it stays taken until its steps in flight have come back."""
+        self.is_closing[row] = True
+        self.order = self.order[self.order != row]
+        self._fixed = None
+
+    def free(self, row: int) -> None:
+        """Nobody holds the row any more."""
+        request = self.request(row)
+        assert self.in_flight[row] == 0, f"row {row} has steps in flight"
+        request.row = -1
+        self.requests[row] = None
+        self.num_blocks[row] = 0
+        self._free.append(row)
+        if len(self._free) == len(self.requests):
+            self._tenants.clear()
+
+    def request(self, row: int) -> Request:
+        """Who holds this row."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is empty"
+        return request
+
+    def blocks(self, row: int) -> NDArray[np.int32]:
+        """The row's blocks of group 0, head first."""
+        return self.block_table[0, row, : self.num_blocks[row]]
+
+    def running(self, num_pending: NDArray[np.int32]) -> RunningRows:
+        """What the scheduler sees. Columns that never change in a row's life are gathered when rows come and go."""
+        fixed, rows = self._fixed, self.order
+        if fixed is None:
+            fixed = self._fixed = RunningRows(
+                rows, num_pending, num_pending, self.priority[rows], self.arrival_s[rows], self.tenant[rows]
+            )
+        fixed.num_pending = num_pending
+        fixed.num_tokens = self.num_tokens[rows]
+        return fixed
+
+    def _set_stops(self, row: int, ids: tuple[int, ...]) -> None:
+        width = self.stop_ids.shape[1]
+        if len(ids) > width:
+            wider = np.full((len(self.requests), max(len(ids), 2 * width)), -1, np.int32)
+            wider[:, :width] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(ids)] = ids

@@ -1,0 +1,552 @@
+"""The engine loop: schedule, launch, retire, emit.
+
+No prefill phase and no decode phase: a row has tokens, some of them computed, and each step lets it catch up. Chunked
+prefill, prefix hits, preemption by recompute and speculation are all that one rule.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginectl.engine.admission import Admission
+from enginectl.engine.batch import RowTable
+from enginectl.engine.ledger import BlockPool
+from enginectl.engine.narrow import run_narrowed
+from enginectl.engine.outputs import OutputBuilder
+from enginectl.engine.request import Request
+from enginectl.errors import EngineDeadError
+from enginectl.interfaces.executor import Executor, NewRow, StepHandle, StepPlan, StepResult
+from enginectl.interfaces.scheduler import Scheduler, StepBudget
+from enginectl.types import EngineRequest, EngineStats, FinishReason, StepOutputs
+
+log = logging.getLogger("enginectl.engine")
+
+IntRows = NDArray[np.int32]
+_Ended = tuple[IntRows, IntRows, NDArray[np.bool_]]
+_NO_ROWS = np.zeros(0, np.int32)
+_MAX_BROKEN_STEPS = 3
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step: its plan, its handle, and where its sampling rows stood. base: [m] index of the first token
+    that the rows in `sampled` will get.
+    """
+
+    plan: StepPlan
+    handle: StepHandle
+    sampled: IntRows
+    base: IntRows
+    launched_s: float
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine started."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    broken_steps: int = 0
+
+
+@dataclass(slots=True)
+class _Changes:
+    """Differences collected for the next plan."""
+
+    removed: list[int] = field(default_factory=list)
+    added: list[NewRow] = field(default_factory=list)
+    block_rows: list[IntRows] = field(default_factory=list)
+    block_columns: list[IntRows] = field(default_factory=list)
+    block_ids: list[IntRows] = field(default_factory=list)
+
+
+class EngineCore:
+    """One engine's loop. Not thread safe: one thread calls `add`, `abort`, `step`.
+
+    overlap_depth: 0 retires each step before the next is planned; 1 plans step N + 1 while step N runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        executor: Executor,
+        table: RowTable,
+        admission: Admission,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_chunk: int | None = None,
+        max_drafts: int = 0,
+        overlap_depth: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.pool = pool
+        self.executor = executor
+        self.table = table
+        self.admission = admission
+        self.counters = Counters()
+        self.outputs = OutputBuilder(table)
+        self._block_size = block_size
+        self._budget = StepBudget(max_num_batched_tokens, max_chunk or max_num_batched_tokens)
+        self._max_drafts = max_drafts
+        self._depth = overlap_depth
+        self._clock = clock
+        self._requests: dict[int, Request] = {}
+        self._flights: deque[Flight] = deque()
+        self._changes = _Changes()
+        self._now = clock()
+        self._next_deadline_s = float("inf")
+        self.made_progress = False
+        # Bound once: the step makes no attribute chains through replaceable parts.
+        self._grant = scheduler.grant
+        self._launch = executor.launch
+
+    # -- what callers do -----------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._requests) or bool(self._flights)
+
+    def add(self, spec: EngineRequest) -> None:
+        """Queue a choice. It was validated on the API side; what can only be known here ends it with an error."""
+        request = Request(spec)
+        reason = self.admission.refuses(request)
+        if reason is not None:
+            self.outputs.finish(request, FinishReason.ERROR, self._clock(), error=reason, refused=True)
+            return
+        self.admission.prepare(request)
+        self._requests[request.key] = request
+        self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
+        self.scheduler.add(request, resumed=False)
+
+    def abort(self, keys: Iterable[int]) -> None:
+        """End these choices; unknown keys are ignored (they ended already)."""
+        for key in keys:
+            request = self._requests.get(key)
+            if request is not None:
+                self._end(request, FinishReason.ABORT)
+
+    def step(self) -> list[StepOutputs]:
+        """Plan and launch one step, retire the oldest one that is due, and return what became known.
+
+        `made_progress` tells afterwards whether anything was launched or retired; if not, waiting requests need
+        something that is not there yet (a compiled grammar, an adapter slot).
+        """
+        self._now = now = self._clock()
+        if now >= self._next_deadline_s:
+            self._expire(now)
+        plan = self._plan(now)
+        if plan is not None:
+            self._flights.append(self._start(plan))
+            self.counters.steps += 1
+        retire = bool(self._flights) and (plan is None or len(self._flights) > self._depth)
+        if retire:
+            self._retire(self._flights.popleft())
+        self.made_progress = retire or plan is not None
+        return self.outputs.take(self.stats)
+
+    def drain(self) -> None:
+        """Retire every step in flight; what became known is in the next `step`'s output."""
+        while self._flights:
+            self._retire(self._flights.popleft())
+
+    def stats(self) -> EngineStats:
+        """State now; counters are totals."""
+        c, pool = self.counters, self.pool
+        return EngineStats(
+            num_running=len(self.table.order),
+            num_waiting=len(self.scheduler),
+            num_blocks=pool.num_usable,
+            num_blocks_in_use=pool.num_in_use,
+            num_blocks_idle=pool.allocator.num_idle,
+            num_preemptions=c.preemptions,
+            num_prompt_tokens=c.prompt_tokens,
+            num_generation_tokens=c.generation_tokens,
+            prefix_queries=self.admission.prefix_queries,
+            prefix_hits=self.admission.prefix_hits,
+            num_drafted=c.drafted,
+            num_accepted=c.accepted,
+            num_steps=c.steps,
+        )
+
+    # -- schedule ------------------------------------------------------------------------------------------------
+
+    def _plan(self, now: float) -> StepPlan | None:
+        if self._max_drafts and self._flights:
+            self.drain()  # how many drafts were accepted decides what comes next
+        counts = self._grant_running(now)
+        if counts is None:  # blocks ran out and steps are in flight: their rows must come back first
+            self.drain()
+            counts = self._grant_running(now)
+            assert counts is not None, "nothing is in flight"
+        rows = self.table.order
+        left = self._budget.num_tokens - int(counts.sum())
+        if left > 0 and self.table.num_free_rows and len(self.scheduler):
+            admitted = self._admit(left, now)
+            if admitted:
+                counts = np.append(counts, np.array(admitted, np.int32))
+                rows = self.table.order
+        if not rows.size:
+            return None
+        active = counts > 0
+        if not active.all():
+            rows, counts = rows[active], counts[active]
+            if not rows.size:
+                return None
+        return self._make_plan(rows, counts)
+
+    def _grant_running(self, now: float) -> IntRows | None:
+        """Tokens each running row advances, with blocks for them; None if steps in flight must be retired first."""
+        t = self.table
+        while True:
+            rows = t.order
+            if not rows.size:
+                return _NO_ROWS
+            pending = t.num_tokens[rows] + t.num_drafts[rows] - t.num_computed[rows]
+            if self._depth:
+                pending[t.num_tokens[rows] >= t.max_tokens[rows]] = 0  # its last token is on the way
+            running = t.running(pending)
+            counts = self._grant(running, self._budget, now)
+            ends = t.num_computed[rows] + counts
+            short = (ends + (self._block_size - 1)) // self._block_size - t.num_blocks[rows]
+            np.maximum(short, 0, out=short)
+            wanted = int(short.sum())
+            if wanted == 0:
+                return counts
+            if wanted <= self.pool.num_available:
+                needy = short > 0
+                self._give_blocks(rows[needy], short[needy])
+                return counts
+            if self._flights:
+                return None
+            if t.num_drafts[rows].any():  # drafts are a bonus: nobody is preempted for them
+                t.num_drafts[rows] = 0
+                continue
+            self._preempt(int(self.scheduler.victims(running, now)[0]), now)
+
+    def _give_blocks(self, rows: IntRows, short: IntRows) -> None:
+        t = self.table
+        ids = self.pool.take(int(short.sum()))
+        columns = t.num_blocks[rows]
+        if short.max() > 1:
+            first = np.repeat(np.cumsum(short) - short, short)
+            columns = (np.repeat(columns, short) + np.arange(ids.size) - first).astype(np.int32)
+            t.num_blocks[rows] += short
+            rows = np.repeat(rows, short)
+        else:
+            t.num_blocks[rows] += 1
+        self._set_blocks(rows, columns, ids)
+
+    def _set_blocks(self, rows: IntRows, columns: IntRows, ids: IntRows) -> None:
+        self.table.block_table[:, rows, columns] = ids
+        self._changes.block_rows.append(rows)
+        self._changes.block_columns.append(columns)
+        self._changes.block_ids.append(ids)
+
+    def _preempt(self, index: int, now: float) -> None:
+        """The victim gives up its row and blocks and waits again; it recomputes from its tokens when it resumes."""
+        t = self.table
+        row = int(t.order[index])
+        request = t.request(row)
+        request.token_ids = t.token_ids[row, : t.num_tokens[row]].copy()
+        request.num_preemptions += 1
+        self.counters.preemptions += 1
+        t.close(row)
+        self._vacate(row)
+        self.scheduler.finished(request, now)
+        self.scheduler.add(request, resumed=True)
+
+    def _admit(self, budget: int, now: float) -> list[int]:
+        """Give rows to waiting requests while tokens, rows and blocks last. Returns their token counts."""
+        counts: list[int] = []
+        for request in self.scheduler.candidates(now):
+            grant = self.admission.try_acquire(request, min(budget, self._budget.max_chunk), len(self.table.order))
+            if isinstance(grant, str):
+                if grant == "error":
+                    self._end(request, FinishReason.ERROR, error=self.admission.error)
+                    continue
+                if self.scheduler.refused(request, grant, now):
+                    continue
+                break
+            self.scheduler.remove(request)
+            row = self.table.add(request)
+            self._place(request, row, grant.num_cached, grant.blocks, now)
+            counts.append(grant.num_tokens)
+            budget -= grant.num_tokens
+            if budget <= 0 or not self.table.num_free_rows:
+                break
+        return counts
+
+    def _place(self, request: Request, row: int, num_cached: int, blocks: IntRows, now: float) -> None:
+        t = self.table
+        t.num_computed[row] = num_cached
+        t.num_blocks[row] = blocks.size
+        t.num_published[row] = num_cached // self._block_size
+        self._set_blocks(np.full(blocks.size, row, np.int32), np.arange(blocks.size, dtype=np.int32), blocks)
+        if request.num_preemptions == 0:
+            request.scheduled_s = now
+            request.num_cached_tokens = num_cached
+            self.counters.prompt_tokens += request.prompt_len
+        spec = request.spec
+        t.draft_limit[row] = self.admission.draft_limit(spec.params)
+        grammar = request.grammar.result() if request.grammar is not None else None
+        self._changes.added.append(
+            NewRow(
+                row=row,
+                request_id=spec.request_id,
+                token_ids=request.token_ids,
+                prompt_len=request.prompt_len,
+                params=spec.params,
+                seed=spec.seed,
+                choice=spec.choice,
+                eos_token_ids=spec.eos_token_ids,
+                adapter_slot=request.adapter_slot,
+                grammar=grammar,
+            )
+        )
+
+    def _make_plan(self, rows: IntRows, counts: IntRows) -> StepPlan:
+        t = self.table
+        single = counts == 1
+        if not single.all():
+            order = np.argsort(~single, kind="stable")
+            rows, counts = rows[order], counts[order]
+        computed = t.num_computed[rows]
+        drafts = computed + counts - t.num_tokens[rows]  # < 0 while the prompt is being caught up with
+        samples = drafts >= 0
+        np.maximum(drafts, 0, out=drafts)
+        limits = t.draft_limit[rows]
+        if self._max_drafts:
+            room = t.max_tokens[rows] - t.num_tokens[rows] - drafts - 2
+            limits = np.clip(room, 0, limits).astype(np.int32)
+        plan = StepPlan(rows, computed, counts, drafts, samples, limits)
+        changes = self._changes
+        if changes.removed or changes.added or changes.block_ids:
+            plan.removed, plan.added = changes.removed, changes.added
+            if changes.block_ids:
+                plan.block_rows = np.concatenate(changes.block_rows)
+                plan.block_columns = np.concatenate(changes.block_columns)
+                plan.block_ids = np.concatenate(changes.block_ids)[None]
+            self._changes = _Changes()
+        return plan
+
+    def _start(self, plan: StepPlan) -> Flight:
+        """Launch, and advance the books as if it had worked: each sampling row has one more token, value to come."""
+        t = self.table
+        handle = self._launch(plan)
+        rows = plan.rows
+        sampled = rows if plan.samples.all() else rows[plan.samples]
+        base = t.num_tokens[sampled]
+        t.num_computed[rows] += plan.num_tokens
+        t.num_tokens[sampled] += 1
+        t.num_drafts[rows] = 0
+        t.in_flight[rows] += 1
+        return Flight(plan, handle, sampled, base, self._now)
+
+    # -- update --------------------------------------------------------------------------------------------------
+
+    def _retire(self, flight: Flight) -> None:
+        """Commit what a step produced: tokens, stops, published blocks, drafts, rows that end."""
+        t, plan = self.table, flight.plan
+        self.outputs.seal()
+        try:
+            result = flight.handle.wait()
+            self.counters.broken_steps = 0
+        except Exception as error:
+            result = self._recover(flight, error)
+        t.in_flight[plan.rows] -= 1
+        sampled, base = flight.sampled, flight.base
+        if result.errors:
+            sampled, base = self._drop_failed(result, sampled, base)
+        ended = self._commit(result, sampled, base, plan)
+        if self.pool.index is not None:
+            self._publish(plan)  # before rows end, so that their last blocks are known
+        if ended is not None:
+            self._end_rows(*ended)
+        if t.is_closing.any():
+            closing = plan.rows[t.is_closing[plan.rows] & (t.in_flight[plan.rows] == 0)]
+            for row in closing.tolist():
+                self._vacate(row)
+
+    def _recover(self, flight: Flight, error: Exception) -> StepResult:
+        """A step raised: undo later flights (they did not run), then run its rows in halves to find the culprit."""
+        later = list(self._flights)
+        self._flights.clear()
+        for other in reversed(later):
+            self._undo(other)
+        log.warning("step %d raised %s: %s; narrowing it down", self.counters.steps, type(error).__name__, error)
+        result = run_narrowed(self.executor, flight.plan)
+        if len(result.errors) == len(flight.plan.rows):
+            self.counters.broken_steps += 1
+            if self.counters.broken_steps >= _MAX_BROKEN_STEPS:
+                raise EngineDeadError(f"{_MAX_BROKEN_STEPS} steps in a row failed for every row: {error}") from error
+        else:
+            self.counters.broken_steps = 0
+        return result
+
+    def _undo(self, flight: Flight) -> None:
+        t, rows = self.table, flight.plan.rows
+        try:
+            flight.handle.wait()
+        except Exception as skipped:
+            log.debug("later step skipped: %s", skipped)
+        t.num_computed[rows] -= flight.plan.num_tokens
+        t.num_tokens[flight.sampled] -= 1
+        t.in_flight[rows] -= 1
+        for row in rows[t.is_closing[rows] & (t.in_flight[rows] == 0)].tolist():
+            self._vacate(row)
+
+    def _drop_failed(self, result: StepResult, sampled: IntRows, base: IntRows) -> tuple[IntRows, IntRows]:
+        failed = np.fromiter(result.errors, np.int32, len(result.errors))
+        for row in failed.tolist():
+            request = self.table.requests[row]
+            if request is not None and not self.table.is_closing[row]:
+                self._end(request, FinishReason.ERROR, error=result.errors[row])
+        keep = ~np.isin(sampled, failed)
+        return sampled[keep], base[keep]
+
+    def _commit(self, result: StepResult, sampled: IntRows, base: IntRows, plan: StepPlan) -> _Ended | None:
+        """Write the new tokens into the books. Returns the rows that ended, their last tokens, and which hit a stop."""
+        t = self.table
+        if result.prompt_logprobs:
+            self.outputs.add_prompt_logprobs(result.prompt_logprobs)
+        if not sampled.size:
+            return None
+        assert result.rows is sampled or np.array_equal(result.rows, sampled), "results come in plan order"
+        tokens, num_new = result.token_ids, result.num_new
+        if t.is_closing.any():
+            alive = ~t.is_closing[sampled]
+            if not alive.all():
+                sampled, base, tokens, num_new = sampled[alive], base[alive], tokens[alive], num_new[alive]
+                drafts = result.num_drafts[alive] if result.num_drafts.size else result.num_drafts
+                result = StepResult(sampled, tokens, num_new, drafts, result.logprobs)
+        if tokens.shape[1] == 1:
+            return self._commit_one(result, sampled, base, tokens[:, 0])
+        return self._commit_many(result, sampled, base, plan)
+
+    def _commit_one(self, result: StepResult, rows: IntRows, base: IntRows, tokens: IntRows) -> _Ended | None:
+        """One new token a row: the plain decode step."""
+        t = self.table
+        t.token_ids[rows, base] = tokens
+        stopped = (t.stop_ids[rows] == tokens[:, None]).any(1)
+        ended = stopped | (base + 1 >= t.max_tokens[rows])
+        self.counters.generation_tokens += rows.size
+        self.outputs.add_tokens(rows, None, tokens, result.logprobs)
+        if self._max_drafts:
+            t.num_drafts[rows] = result.num_drafts
+        self._note_first_tokens(rows)
+        return (rows[ended], tokens[ended], stopped[ended]) if ended.any() else None
+
+    def _commit_many(self, result: StepResult, rows: IntRows, base: IntRows, plan: StepPlan) -> _Ended | None:
+        """Accepted drafts and the token after them, cut at the first stop."""
+        t, tokens, num_new = self.table, result.token_ids, result.num_new
+        width = tokens.shape[1]
+        column = np.arange(width, dtype=np.int32)
+        valid = column < num_new[:, None]
+        drafted = np.zeros(len(t.requests), np.int32)
+        drafted[plan.rows] = plan.num_drafts
+        rejected = drafted[rows] - (num_new - 1)
+        self.counters.drafted += int(drafted[rows].sum())
+        self.counters.accepted += int((num_new - 1).sum())
+        is_stop = (t.stop_ids[rows][:, None, :] == tokens[:, :, None]).any(2) & valid
+        at_limit = (base[:, None] + column + 1 >= t.max_tokens[rows][:, None]) & valid
+        end = is_stop | at_limit
+        ended = end.any(1)
+        num_kept = np.where(ended, end.argmax(1) + 1, num_new).astype(np.int32)
+        kept = column < num_kept[:, None]
+        which, at = np.nonzero(kept)
+        t.token_ids[rows[which], base[which] + at] = tokens[kept]
+        t.num_tokens[rows] += num_kept - 1
+        t.num_computed[rows] -= rejected + (num_new - num_kept)
+        t.num_drafts[rows] = result.num_drafts
+        self.counters.generation_tokens += int(num_kept.sum())
+        if not ended.any():
+            num_kept = num_new
+        self.outputs.add_tokens(rows, num_kept, tokens[kept], result.logprobs)
+        self._note_first_tokens(rows)
+        if not ended.any():
+            return None
+        index, last = np.nonzero(ended)[0], num_kept[ended] - 1
+        return rows[ended], tokens[index, last], is_stop[index, last]
+
+    def _note_first_tokens(self, rows: IntRows) -> None:
+        t = self.table
+        first = rows[t.awaits_first[rows]]
+        if first.size:
+            t.awaits_first[first] = False
+            now = self._clock()
+            for row in first.tolist():
+                t.request(row).first_token_s = now
+
+    def _publish(self, plan: StepPlan) -> None:
+        """Blocks that became full and verified enter the prefix index. Loops over rows that filled one, only."""
+        t, index, rows = self.table, self.pool.index, plan.rows
+        assert index is not None, "called with an index only"
+        verified = np.minimum(plan.num_computed + plan.num_tokens, t.num_tokens[rows] - 1 - (t.in_flight[rows] > 0))
+        full = verified // self._block_size
+        filled = full > t.num_published[rows]
+        if not filled.any():
+            return
+        for row, count in zip(rows[filled].tolist(), full[filled].tolist(), strict=True):
+            request = t.requests[row]
+            if request is None or t.is_closing[row]:
+                continue
+            tokens = t.token_ids[row, : count * self._block_size]
+            start = int(t.num_published[row])
+            index.publish(request.key, tokens, t.block_table[0, row, :count], start, request.block_key)
+            t.num_published[row] = count
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _end_rows(self, rows: IntRows, tokens: IntRows, stopped: NDArray[np.bool_]) -> None:
+        for row, token, stop in zip(rows.tolist(), tokens.tolist(), stopped.tolist(), strict=True):
+            request = self.table.request(row)
+            reason = FinishReason.STOP if stop else FinishReason.LENGTH
+            by_request = stop and token not in request.spec.eos_token_ids
+            self._end(request, reason, stop_token_id=token if by_request else None)
+
+    def _end(
+        self, request: Request, reason: FinishReason, *, stop_token_id: int | None = None, error: str | None = None
+    ) -> None:
+        """The choice is over: tell the caller, and give back what it held, now or when its steps in flight return."""
+        now = self._clock()
+        del self._requests[request.key]
+        self.outputs.finish(request, reason, now, stop_token_id=stop_token_id, error=error)
+        if request.row < 0:
+            self.scheduler.remove(request)
+            self.admission.forget(request)
+            return
+        self.scheduler.finished(request, now)
+        row = request.row
+        self.table.close(row)
+        if self.table.in_flight[row] == 0:
+            self._vacate(row)
+
+    def _vacate(self, row: int) -> None:
+        t = self.table
+        request = t.request(row)
+        self.pool.release(t.blocks(row).copy())
+        self.admission.release(request, preempted=request.key in self._requests)
+        t.is_closing[row] = False
+        t.free(row)
+        self._changes.removed.append(row)
+
+    def _expire(self, now: float) -> None:
+        late = [request for request in self._requests.values() if request.deadline_s <= now]
+        for request in late:
+            self._end(request, FinishReason.ERROR, error=f"timeout of {request.spec.timeout_s} s exceeded")
+        self._next_deadline_s = min((r.deadline_s for r in self._requests.values()), default=float("inf"))

@@ -1,0 +1,126 @@
+"""Grammars beside the loop: compile in a pool, mask at sampling, advance by accepted tokens, roll back over drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from enginectl.errors import RequestError, unknown
+from enginectl.interfaces.grammar import GrammarBackend, GrammarMatcher
+from enginectl.types import StructuredOutputs
+
+_CACHE_SIZE = 256
+
+
+class GrammarHost:
+    """Every installed grammar backend, chosen per request: by name, else the first that does not refuse."""
+
+    def __init__(self, backends: Mapping[str, GrammarBackend], *, max_workers: int = 1) -> None:
+        self._backends = dict(backends)
+        self._pool = ThreadPoolExecutor(max_workers, thread_name_prefix="grammar")
+        self._compiled: dict[StructuredOutputs, Future[object]] = {}
+
+    def choose(self, spec: StructuredOutputs) -> GrammarBackend:
+        """The backend for this constraint. Raises RequestError with every backend's reason if none can honour it."""
+        if spec.backend is not None and spec.backend not in self._backends:
+            message = unknown("grammar backend", spec.backend, self._backends)
+            raise RequestError(message, param="structured_outputs")
+        names = [spec.backend] if spec.backend is not None else list(self._backends)
+        reasons = []
+        for name in names:
+            reason = self._backends[name].refuses(spec)
+            if reason is None:
+                return self._backends[name]
+            reasons.append(f"{name}: {reason}")
+        raise RequestError(f"no grammar backend can honour this: {'; '.join(reasons)}", param="structured_outputs")
+
+    def start(self, spec: StructuredOutputs) -> Future[GrammarMatcher]:
+        """Compile off the loop, or find it compiled; the future gives a fresh matcher."""
+        return self._pool.submit(self._matcher, spec)
+
+    def _matcher(self, spec: StructuredOutputs) -> GrammarMatcher:
+        backend = self.choose(spec)
+        compiled = self._compiled.get(spec)
+        if compiled is None:
+            compiled = Future()
+            try:
+                compiled.set_result(backend.compile(spec))
+            except Exception as error:
+                compiled.set_exception(error)
+            if len(self._compiled) >= _CACHE_SIZE:
+                self._compiled.pop(next(iter(self._compiled)))
+            self._compiled[spec] = compiled
+        return backend.matcher(compiled.result())
+
+    def close(self) -> None:
+        """Stop the pool; compiles that run are not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class GrammarRows:
+    """The matchers of the rows that have one."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._matchers: dict[int, GrammarMatcher] = {}
+        self._has = np.zeros(max_num_seqs, np.bool_)
+        self._mask = np.zeros(vocab_size, np.bool_)
+
+    def add_row(self, row: int, matcher: GrammarMatcher, output_ids: NDArray[np.int32]) -> None:
+        """A row with a fresh matcher, advanced over what it produced before it was preempted."""
+        for token in output_ids.tolist():
+            if not matcher.accept(token):
+                raise RequestError(f"token {token} of a resumed request is not in its grammar")
+        self._matchers[row] = matcher
+        self._has[row] = True
+
+    def remove_row(self, row: int) -> None:
+        """The row is empty."""
+        if self._has[row]:
+            del self._matchers[row]
+            self._has[row] = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row has a grammar."""
+        return not self._matchers
+
+    def constrained(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """[n] bool: rows with a grammar."""
+        return self._has[rows]
+
+    def mask(
+        self, logits: torch.Tensor, rows: NDArray[np.int32], starts: NDArray[np.intp], drafts: list[NDArray[np.int32]]
+    ) -> None:
+        """Mask logits [k, vocab_size] in place. Row i's positions start at starts[i], one more than its drafts.
+
+        Each matcher walks its drafts and is rolled back; positions after a draft it refuses stay unmasked, they cannot
+        be accepted.
+        """
+        for row, start, draft in zip(rows.tolist(), starts.tolist(), drafts, strict=True):
+            matcher = self._matchers.get(row)
+            if matcher is None:
+                continue
+            walked = 0
+            for offset in range(len(draft) + 1):
+                self._mask[:] = False
+                matcher.fill_mask(self._mask)
+                allowed = torch.from_numpy(self._mask).to(logits.device)
+                logits[start + offset].masked_fill_(~allowed, float("-inf"))
+                if offset == len(draft) or not matcher.accept(int(draft[offset])):
+                    break
+                walked += 1
+            matcher.rollback(walked)
+
+    def accept(self, rows: NDArray[np.int32], token_ids: NDArray[np.int32], num_new: NDArray[np.int32]) -> None:
+        """Advance by the verified tokens, [n, width] of which num_new [n] count."""
+        if not self._matchers:
+            return
+        for i in np.nonzero(self._has[rows])[0].tolist():
+            matcher = self._matchers[int(rows[i])]
+            for token in token_ids[i, : num_new[i]].tolist():
+                if not matcher.accept(token):
+                    break  # the end token of a finished grammar

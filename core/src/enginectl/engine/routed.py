@@ -1,0 +1,200 @@
+"""What both clients share: admission on the API side, tickets, and the asynchronous stream of chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from enginectl.config import EngineConfig
+from enginectl.engine.client import EngineClient, EngineState
+from enginectl.engine.messages import Abort, Control, Reply, Submit, ToEngine
+from enginectl.engine.router import OutputRouter, Ticket
+from enginectl.engine.validate import validate_request
+from enginectl.errors import EngineDeadError, OverloadedError, RequestError
+from enginectl.interfaces.observer import Observer
+from enginectl.plugins import PluginHost
+from enginectl.types import EngineStats, GenerateRequest, OutputChunk, StepOutputs
+
+log = logging.getLogger("enginectl.client")
+
+
+class RoutedClient(EngineClient):
+    """Everything but the transport. Subclasses send messages and call `_on_outputs` and `_on_reply` on the loop."""
+
+    def __init__(self, config: EngineConfig, host: PluginHost, observers: Sequence[Observer] = ()) -> None:
+        self.config = config
+        self.host = host
+        self.observers = list(observers)
+        self.router: OutputRouter | None = None
+        self._stats = EngineStats()
+        self._state = EngineState.STARTING
+        self._reason = "the engine is starting"
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._control_ids = itertools.count(1)
+        self._adapters: dict[str, str] = {}
+
+    @abstractmethod
+    def _send(self, message: ToEngine) -> None:
+        """Hand a message to the engine; never blocks. Raises EngineDeadError if there is none."""
+
+    # -- EngineClient --------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine does now."""
+        return self._state
+
+    @property
+    def reason(self) -> str:
+        """Why the state is not RUNNING."""
+        return self._reason
+
+    def stats(self) -> EngineStats:
+        """The newest the engine sent."""
+        return self._stats
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputChunk]]:
+        """See `EngineClient.generate`."""
+        news = asyncio.Event()
+        ticket = self._open(request, news.set)
+        try:
+            while True:
+                while not ticket.pending and ticket.failure is None and not ticket.is_done:
+                    news.clear()
+                    await news.wait()
+                if ticket.failure is not None:
+                    raise ticket.failure
+                if ticket.pending:
+                    chunks, ticket.pending = ticket.pending, []
+                    yield chunks
+                else:
+                    return
+        finally:
+            self._close(ticket)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its choices finish with reason `abort`."""
+        ticket = self.router.tickets.get(request_id) if self.router is not None else None
+        if ticket is not None:
+            self._send(Abort(list(ticket.keys)))
+
+    async def control(self, name: str, arguments: dict[str, Any] | None = None) -> Any:
+        """Ask the engine and wait for its answer."""
+        arguments = arguments or {}
+        number = next(self._control_ids)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Control(number, name, arguments))
+            value = await reply
+        finally:
+            self._replies.pop(number, None)
+        if name == "load_adapter":
+            self._adapters[arguments["name"]] = arguments["path"]
+        elif name == "unload_adapter":
+            self._adapters.pop(arguments["name"], None)
+        return value
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, wait for running ones, abort the rest."""
+        if self._state is EngineState.RUNNING:
+            self._set_state(EngineState.DRAINING, "the server is shutting down")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while self.router is not None and self.router.num_open and loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        if self.router is not None and self.router.num_open:
+            keys = [key for ticket in self.router.tickets.values() for key in ticket.keys]
+            with contextlib.suppress(EngineDeadError):
+                self._send(Abort(keys))
+            await asyncio.sleep(0.1)
+
+    # -- for subclasses ------------------------------------------------------------------------------------------
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Adapters a request may name: those of the start, and those loaded since."""
+        return tuple(dict.fromkeys((*self.info.adapters, *self._adapters)))
+
+    def _set_state(self, state: EngineState, reason: str = "") -> None:
+        self._state, self._reason = state, reason
+
+    def _open(self, request: GenerateRequest, wake: Any) -> Ticket:
+        router = self._check_open(request)
+        self.host.hook.enginectl_request_admitted(request=request)
+        ticket, specs = router.open(request, wake)
+        try:
+            self._send(Submit(specs))
+        except BaseException:
+            router.close(ticket)
+            raise
+        return ticket
+
+    def _check_open(self, request: GenerateRequest) -> OutputRouter:
+        router = self.router
+        if self._state is EngineState.DRAINING:
+            raise OverloadedError("the server is shutting down; send the request elsewhere", retry_after_s=30)
+        if self._state is not EngineState.RUNNING or router is None:
+            raise EngineDeadError(f"the engine is {self._state.value}: {self._reason}; send the request again later")
+        validate_request(request, self.info, max_logprobs=self.config.max_logprobs, adapters=self.adapter_names)
+        if request.request_id in router.tickets:
+            raise RequestError(f"request_id {request.request_id!r} is in use by a running request", param="request_id")
+        waiting = router.num_open + request.params.n - self.info.max_num_seqs
+        if waiting > self.config.max_num_queued_requests:
+            raise OverloadedError(
+                f"{router.num_open} choices are open, {self.info.max_num_seqs} may run and "
+                f"{self.config.max_num_queued_requests} wait; try again later"
+            )
+        limit = self.config.max_num_queued_tokens
+        if limit is not None:
+            queued = sum(len(t.request.prompt_token_ids) for t in router.tickets.values())
+            if queued + len(request.prompt_token_ids) > limit and queued:
+                raise OverloadedError(f"{queued} prompt tokens are open, at most {limit} may be; try again later")
+        return router
+
+    def _close(self, ticket: Ticket) -> None:
+        router = self.router
+        if router is None:
+            return
+        keys = router.close(ticket)
+        if keys:
+            with contextlib.suppress(EngineDeadError):
+                self._send(Abort(keys))
+
+    def _on_outputs(self, outputs: StepOutputs) -> None:
+        assert self.router is not None, "the engine is ready"
+        if outputs.stats is not None:
+            self._stats = outputs.stats
+            for observer in self.observers:
+                observer.on_stats(outputs.stats)
+        stopped = self.router.dispatch(outputs)
+        if stopped:
+            with contextlib.suppress(EngineDeadError):
+                self._send(Abort(stopped))
+
+    def _on_reply(self, reply: Reply) -> None:
+        future = self._replies.get(reply.id)
+        if future is None or future.done():
+            return
+        if reply.error is None:
+            future.set_result(reply.value)
+        else:
+            future.set_exception(RequestError(reply.error, param=reply.param))
+
+    def _on_ticket_finished(self, ticket: Ticket, error: str | None) -> None:
+        finished = ticket.finished(error)
+        for observer in self.observers:
+            observer.on_finished(finished)
+        self.host.hook.enginectl_request_finished(request=ticket.request, finished=finished)
+
+    def _fail_open(self, message: str) -> None:
+        """The engine is gone: end what is open."""
+        if self.router is not None:
+            self.router.fail_all(EngineDeadError(message))
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(message))

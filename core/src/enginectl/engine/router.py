@@ -1,0 +1,248 @@
+"""The API side of the stream: requests out as choices, step outputs back as chunks of text.
+
+One `OutputRouter` per client. It owns the open requests and makes their text; it knows nothing of transports.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from enginectl.engine.client import EngineInfo
+from enginectl.engine.text import ChoiceText, StopMatcher
+from enginectl.errors import RequestError
+from enginectl.interfaces.detokenizer import Detokenizer
+from enginectl.types import (
+    EngineRequest,
+    Finished,
+    FinishedRequest,
+    FinishReason,
+    GenerateRequest,
+    OutputChunk,
+    StepOutputs,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
+
+
+class Ticket:
+    """An open request: chunks nobody has read yet, and what is needed to bill it. wake: called when there is news."""
+
+    __slots__ = (
+        "failure",
+        "keys",
+        "num_cached_tokens",
+        "num_output_tokens",
+        "pending",
+        "prompt_logprobs",
+        "reasons",
+        "request",
+        "timings",
+        "wake",
+    )
+
+    def __init__(self, request: GenerateRequest, wake: Callable[[], None]) -> None:
+        self.request = request
+        self.wake = wake
+        self.pending: list[OutputChunk] = []
+        self.keys: set[int] = set()
+        self.failure: Exception | None = None
+        self.reasons: list[FinishReason] = []
+        self.timings: list[Timings] = []
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every choice has ended."""
+        return not self.keys
+
+    def finished(self, error: str | None = None) -> FinishedRequest:
+        """The account of a request that ended."""
+        usage = Usage(len(self.request.prompt_token_ids), self.num_output_tokens, self.num_cached_tokens)
+        return FinishedRequest(
+            request_id=self.request.request_id,
+            reasons=tuple(self.reasons),
+            usage=usage,
+            timings=tuple(self.timings),
+            adapter=self.request.adapter,
+            max_tokens=self.request.params.max_tokens or 0,
+            n=self.request.params.n,
+            error=error,
+        )
+
+
+class _Choice:
+    __slots__ = ("index", "key", "text", "ticket")
+
+    def __init__(self, key: int, index: int, text: ChoiceText, ticket: Ticket) -> None:
+        self.key = key
+        self.index = index
+        self.text = text
+        self.ticket = ticket
+
+
+class OutputRouter:
+    """Turns GenerateRequests into EngineRequests, and StepOutputs into the chunks of open tickets."""
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        info: EngineInfo,
+        *,
+        seed: int | None = None,
+        on_finished: Callable[[Ticket, str | None], None] | None = None,
+    ) -> None:
+        self.info = info
+        self.tickets: dict[str, Ticket] = {}
+        self._detokenizer = detokenizer
+        self._choices: dict[int, _Choice] = {}
+        self._next_key = 1
+        self._random = random.Random(seed) if seed is not None else random.SystemRandom()
+        self._on_finished = on_finished
+
+    @property
+    def num_open(self) -> int:
+        """Choices that have not ended."""
+        return len(self._choices)
+
+    def open(self, request: GenerateRequest, wake: Callable[[], None]) -> tuple[Ticket, list[EngineRequest]]:
+        """Register a checked request; send the returned choices to the engine."""
+        params = request.params
+        ticket = Ticket(request, wake)
+        matcher = StopMatcher(params.stop) if params.stop else None
+        seed = params.seed if params.seed is not None else self._random.getrandbits(63)
+        prompt = np.asarray(request.prompt_token_ids, np.int32).tobytes()
+        room = self.info.max_model_len - len(request.prompt_token_ids)
+        eos = () if params.ignore_eos else self.info.eos_token_ids
+        now = time.monotonic()
+        specs = []
+        for index in range(params.n):
+            key, self._next_key = self._next_key, self._next_key + 1
+            stream = self._detokenizer.start(request.prompt_token_ids, params)
+            text = ChoiceText(index, stream, params, eos_token_ids=eos, matcher=matcher)
+            self._choices[key] = _Choice(key, index, text, ticket)
+            ticket.keys.add(key)
+            specs.append(
+                EngineRequest(
+                    key=key,
+                    request_id=request.request_id,
+                    prompt=prompt,
+                    params=params,
+                    seed=seed,
+                    choice=index + request.choice_offset,
+                    max_tokens=min(params.max_tokens, room) if params.max_tokens is not None else room,
+                    eos_token_ids=eos,
+                    adapter=request.adapter,
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                    tenant=request.tenant,
+                    arrival_s=now,
+                    timeout_s=request.timeout_s,
+                )
+            )
+        self.tickets[request.request_id] = ticket
+        return ticket, specs
+
+    def close(self, ticket: Ticket) -> list[int]:
+        """Nobody reads this request any more. Returns the keys to abort in the engine."""
+        keys = list(ticket.keys)
+        for key in keys:
+            self._choices.pop(key, None)
+            ticket.reasons.append(FinishReason.ABORT)
+        ticket.keys.clear()
+        if self.tickets.pop(ticket.request.request_id, None) is not None and keys:
+            self._report(ticket, None)
+        return keys
+
+    def fail_all(self, error: Exception) -> None:
+        """The engine died: every open request ends with this error."""
+        for ticket in list(self.tickets.values()):
+            for key in ticket.keys:
+                self._choices.pop(key, None)
+                ticket.reasons.append(FinishReason.ERROR)
+            ticket.keys.clear()
+            ticket.failure = error
+            self._report(ticket, str(error))
+            ticket.wake()
+        self.tickets.clear()
+
+    def dispatch(self, outputs: StepOutputs) -> list[int]:
+        """Give each choice what the step made for it. Returns keys that hit a stop string: abort them."""
+        finished = {end.key: end for end in outputs.finished} if outputs.finished else {}
+        logprobs = {entry.key: entry.entries for entry in outputs.logprobs} if outputs.logprobs else {}
+        for entry in outputs.prompt_logprobs:
+            choice = self._choices.get(entry.key)
+            if choice is not None:
+                choice.ticket.prompt_logprobs.setdefault(entry.key, [None]).extend(entry.entries)
+        touched: dict[Ticket, None] = {}
+        stopped: list[int] = []
+        keys = np.frombuffer(outputs.keys, np.int64).tolist()
+        tokens = np.frombuffer(outputs.token_ids, np.int32).tolist()
+        if outputs.counts:
+            ends = np.cumsum(np.frombuffer(outputs.counts, np.int32)).tolist()
+            start = 0
+            for key, end in zip(keys, ends, strict=True):
+                self._push(key, tokens[start:end], logprobs.get(key), finished.pop(key, None), touched, stopped)
+                start = end
+        else:
+            for key, token in zip(keys, tokens, strict=True):
+                self._push(key, (token,), logprobs.get(key), finished.pop(key, None), touched, stopped)
+        for key, end in finished.items():
+            self._push(key, (), None, end, touched, stopped)
+        for ticket in touched:
+            ticket.wake()
+        return stopped
+
+    def _push(
+        self,
+        key: int,
+        token_ids: Sequence[int],
+        logprobs: tuple[TokenLogprobs | None, ...] | None,
+        finished: Finished | None,
+        touched: dict[Ticket, None],
+        stopped: list[int],
+    ) -> None:
+        choice = self._choices.get(key)
+        if choice is None:
+            return  # it ended here already: a stop string, or a reader that went away
+        text, ticket = choice.text, choice.ticket
+        if finished is not None and finished.refused:
+            ticket.failure = RequestError(finished.error or "refused")
+        chunk = text.push(token_ids, logprobs, finished)  # type: ignore[arg-type]
+        if chunk is not None:
+            if key in ticket.prompt_logprobs:
+                chunk = _with_prompt_logprobs(chunk, ticket.prompt_logprobs.pop(key))
+            ticket.pending.append(chunk)
+            touched[ticket] = None
+        if finished is not None or text.stopped:
+            if finished is None:
+                stopped.append(key)
+            self._end(choice, finished, chunk)
+
+    def _end(self, choice: _Choice, finished: Finished | None, chunk: OutputChunk | None) -> None:
+        ticket = choice.ticket
+        del self._choices[choice.key]
+        ticket.keys.discard(choice.key)
+        ticket.num_output_tokens += choice.text.num_output_tokens
+        if finished is not None:
+            ticket.timings.append(finished.timings)
+            ticket.num_cached_tokens = max(ticket.num_cached_tokens, finished.num_cached_tokens)
+        reason = chunk.finish_reason if chunk is not None and chunk.finish_reason else FinishReason.STOP
+        ticket.reasons.append(reason)
+        if ticket.is_done and self.tickets.pop(ticket.request.request_id, None) is not None:
+            self._report(ticket, chunk.error if chunk is not None else None)
+
+    def _report(self, ticket: Ticket, error: str | None) -> None:
+        if self._on_finished is not None:
+            self._on_finished(ticket, error)
+
+
+def _with_prompt_logprobs(chunk: OutputChunk, entries: list[TokenLogprobs | None]) -> OutputChunk:
+    return msgspec.structs.replace(chunk, prompt_logprobs=tuple(entries))

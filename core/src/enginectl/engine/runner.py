@@ -1,0 +1,348 @@
+"""The runner: a step plan in, tokens out. Owns the model, the KV store, the row arrays and all that reads logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from enginectl.builtin.sampling.logprobs import token_logprobs
+from enginectl.context import BuildContext
+from enginectl.engine.grammar import GrammarRows
+from enginectl.engine.rows import IntRows, Packed, RunnerRows
+from enginectl.engine.verify import verify
+from enginectl.errors import OutOfMemoryError
+from enginectl.interfaces.adapter import AdapterBackend
+from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
+from enginectl.interfaces.executor import Executor, NewRow, StepHandle, StepPlan, StepResult
+from enginectl.interfaces.kv import KVLayout
+from enginectl.interfaces.model import ForwardInput, Kept, Model
+from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch, Sampler
+from enginectl.interfaces.speculator import DraftBatch, Speculator
+from enginectl.types import TokenLogprobs
+from enginectl.units import format_size
+
+log = logging.getLogger("enginectl.runner")
+
+_NO_ROWS = np.zeros(0, np.int32)
+
+
+class DoneHandle(StepHandle):
+    """A step that ran during launch: its result, or what it raised."""
+
+    __slots__ = ("_error", "_result")
+
+    def __init__(self, result: StepResult | None, error: Exception | None = None) -> None:
+        self._result = result
+        self._error = error
+
+    def wait(self) -> StepResult:
+        """At once."""
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None, "a step has a result or an error"
+        return self._result
+
+
+class LocalRunner(Executor):
+    """One device in this process; a step runs during `launch`."""
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        processors: Sequence[LogitsProcessor],
+        rows: RunnerRows,
+        speculator: Speculator | None = None,
+        adapters: AdapterBackend | None = None,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model = model
+        self.rows = rows
+        self.kv: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._attention = attention
+        self._sampler = sampler
+        self._processors = list(processors)
+        self._speculator = speculator
+        self._adapters = adapters
+        self._grammars = GrammarRows(len(rows.prompt_lens), model.spec.vocab_size)
+        self._device = torch.device(device)
+        self._dtype = dtype
+        self._wants_hidden = speculator is not None and speculator.reads_hidden
+        self._broken_rows: dict[int, str] = {}
+        # Bound once: the step calls these directly.
+        self._forward = model.forward
+        self._sample_tokens = sampler.sample
+        self._prepare_attention = attention.prepare
+
+    def allocate(self, layout: KVLayout) -> None:
+        """Two tensors a layer, [num_blocks, block_size, num_kv_heads, head_dim], zeroed."""
+        for layer in self.model.spec.layers:
+            shape = (layout.num_blocks, layout.block_size, layer.num_kv_heads)
+            pair = (self._zeros((*shape, layer.head_dim)), self._zeros((*shape, layer.v_head_dim)))
+            self.kv.append(pair)
+        self._attention.bind(self.kv)
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        try:
+            if self._device.type == "cpu":  # calloc: pages are committed when first written
+                size = int(np.prod(shape)) * self._dtype.itemsize
+                return torch.from_numpy(np.zeros(size, np.uint8)).view(self._dtype).view(shape)
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            size = int(np.prod(shape)) * self._dtype.itemsize
+            raise OutOfMemoryError(
+                f"no memory for {format_size(size)} of KV cache on {self._device}; lower --kv-cache-memory-bytes, "
+                "--gpu-memory-utilization or --max-model-len"
+            ) from error
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Apply the differences, run the step."""
+        self._apply(plan)
+        try:
+            with torch.inference_mode():
+                return DoneHandle(self._run(plan))
+        except Exception as error:
+            return DoneHandle(None, error)
+
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.removed:
+            self._remove_row(row)
+        for new in plan.added:
+            try:
+                self._add_row(new)
+            except Exception as error:
+                self._broken_rows[new.row] = f"{type(error).__name__}: {error}"
+        if plan.block_ids is not None:
+            self.rows.block_table[:, plan.block_rows, plan.block_columns] = plan.block_ids
+
+    def _add_row(self, new: NewRow) -> None:
+        self.rows.add(new)
+        for part in (*self._processors, self._sampler):
+            part.add_row(new.row, new.params, new.seed, new.choice, new.prompt_len)
+        if self._speculator is not None:
+            self._speculator.add_row(new.row, new.token_ids, new.params)
+        if new.grammar is not None:
+            self._grammars.add_row(new.row, new.grammar, new.token_ids[new.prompt_len :])
+
+    def _remove_row(self, row: int) -> None:
+        self._broken_rows.pop(row, None)
+        self.rows.remove(row)
+        for part in (*self._processors, self._sampler):
+            part.remove_row(row)
+        if self._speculator is not None:
+            self._speculator.remove_row(row)
+        self._grammars.remove_row(row)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        broken = {}
+        if self._broken_rows:
+            broken = {row: why for row, why in self._broken_rows.items() if row in plan.rows}
+            plan = plan.select(np.nonzero(~np.isin(plan.rows, list(broken)))[0])
+        if not plan.rows.size:
+            return StepResult(_NO_ROWS, np.zeros((0, 1), np.int32), _NO_ROWS, _NO_ROWS, errors=broken)
+        packed = self.rows.pack(plan)
+        kept = self._forward(self._inputs(plan, packed))
+        result = self._sample(plan, packed, kept)
+        if packed.prompt_rows:
+            result.prompt_logprobs = self._prompt_logprobs(packed, kept)
+        result.errors.update(broken)
+        return result
+
+    def _inputs(self, plan: StepPlan, packed: Packed) -> ForwardInput:
+        rows = self.rows
+        slots = self._adapter_slots(packed)
+        if self._adapters is not None:
+            self._adapters.begin_step(slots)
+        return ForwardInput(
+            token_ids=self._tensor(rows.token_ids[packed.token_rows, packed.positions].astype(np.int64)),
+            positions=self._tensor(packed.positions.astype(np.int64)),
+            keep=self._tensor(packed.keep),
+            plan=self._prepare_attention(self._attention_batch(plan, packed)),
+            adapter_slots=slots,
+        )
+
+    def _attention_batch(self, plan: StepPlan, packed: Packed) -> AttentionBatch:
+        rows = self.rows
+        num_decodes = int((plan.num_tokens == 1).sum())
+        max_len = int(packed.seq_lens.max())
+        num_blocks = -(-max_len // rows.block_size)
+        return AttentionBatch(
+            num_seqs=plan.rows.size,
+            num_tokens=packed.positions.size,
+            num_decodes=num_decodes,
+            max_query_len=int(plan.num_tokens[-1]) if num_decodes == plan.rows.size else int(plan.num_tokens.max()),
+            max_seq_len=max_len,
+            query_start=self._tensor(packed.starts),
+            seq_lens=self._tensor(packed.seq_lens),
+            block_tables=self._tensor(rows.block_table[:, plan.rows, :num_blocks]),
+            slot_mapping=self._tensor(rows.slots(packed)),
+            query_start_host=packed.starts,
+            seq_lens_host=packed.seq_lens,
+        )
+
+    def _adapter_slots(self, packed: Packed) -> torch.Tensor | None:
+        if not self.rows.num_with_adapter:
+            return None
+        slots = self.rows.adapter_slots[packed.token_rows]
+        return self._tensor(slots) if (slots >= 0).any() else None
+
+    def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+    # -- sampling ------------------------------------------------------------------------------------------------
+
+    def _sample(self, plan: StepPlan, packed: Packed, kept: Kept) -> StepResult:
+        rows = plan.rows[packed.sampled] if packed.sampled.size != plan.rows.size else plan.rows
+        if not rows.size:
+            return StepResult(_NO_ROWS, np.zeros((0, 1), np.int32), _NO_ROWS, _NO_ROWS)
+        widths = packed.widths
+        plain = int(widths.max()) == 1
+        base = packed.seq_lens[packed.sampled] - (widths - 1)  # [m] position of each row's first new token
+        flat_rows = rows if plain else np.repeat(rows, widths)
+        positions = packed.positions[packed.keep[: flat_rows.size]] + 1
+        batch = SampleBatch(flat_rows, positions, self.rows.token_ids, self.rows.prompt_lens)
+        drafts = self._drafts(rows, base, widths)
+        sampled, raw = self._choose(batch, kept, rows, widths, drafts)
+        if plain:
+            tokens, num_new = sampled[:, None], np.ones(rows.size, np.int32)
+            self.rows.token_ids[rows, base] = sampled
+        else:
+            tokens, num_new = verify(sampled, widths, drafts)
+            which, at = np.nonzero(np.arange(tokens.shape[1]) < num_new[:, None])
+            self.rows.token_ids[rows[which], base[which] + at] = tokens[which, at]
+        self._grammars.accept(rows, tokens, num_new)
+        result = StepResult(rows, tokens, num_new, self._propose(plan, packed, kept, rows, base + num_new, num_new))
+        if raw is not None:
+            result.logprobs = self._logprobs(raw, rows, widths, tokens, num_new)
+        return result
+
+    def _drafts(self, rows: IntRows, base: IntRows, widths: IntRows) -> IntRows:
+        """[m, max(widths) - 1] the drafts under verification, read from the token matrix."""
+        most = int(widths.max()) - 1
+        if most == 0:
+            return np.zeros((rows.size, 0), np.int32)
+        at = base[:, None] + np.arange(most, dtype=np.int32)
+        return self.rows.token_ids[rows[:, None], np.minimum(at, self.rows.token_ids.shape[1] - 1)]
+
+    def _choose(
+        self, batch: SampleBatch, kept: Kept, rows: IntRows, widths: IntRows, drafts: IntRows
+    ) -> tuple[IntRows, torch.Tensor | None]:
+        """One token for each logits row, and the raw logits of the rows that want log-probabilities."""
+        active = [part for part in self._processors if part.is_active(batch.rows)]
+        wants_raw = self.rows.num_with_logprobs > 0 and bool((self.rows.num_logprobs[rows] >= 0).any())
+        head = self._head(batch) if self._num_prompt(kept, batch) else None
+        if not active and not wants_raw and self._grammars.is_empty and self._sampler.greedy_rows(batch.rows).all():
+            greedy = self.model.greedy(kept, head)
+            if greedy is not None:
+                return greedy.cpu().numpy().astype(np.int32), None
+        logits = self.model.logits(kept, head)
+        raw = None
+        if wants_raw:
+            raw = logits[torch.from_numpy(np.nonzero(self.rows.num_logprobs[batch.rows] >= 0)[0])]
+        for part in active:
+            part.apply(logits, batch)
+        if not self._grammars.is_empty:
+            starts = np.cumsum(widths) - widths
+            self._grammars.mask(logits, rows, starts, [d[: w - 1] for d, w in zip(drafts, widths, strict=True)])
+        return self._sample_tokens(logits, batch).cpu().numpy().astype(np.int32), raw
+
+    @staticmethod
+    def _num_prompt(kept: Kept, batch: SampleBatch) -> int:
+        """Kept rows beyond those that sample: prompt positions."""
+        some = kept.logits if kept.hidden is None else kept.hidden
+        assert some is not None, "the model keeps hidden rows or logits"
+        return some.shape[0] - batch.rows.size
+
+    def _head(self, batch: SampleBatch) -> torch.Tensor:
+        return torch.arange(batch.rows.size, device=self._device)
+
+    def _propose(
+        self, plan: StepPlan, packed: Packed, kept: Kept, rows: IntRows, num_tokens: IntRows, num_new: IntRows
+    ) -> IntRows:
+        """Ask the speculator; drafts go into the token matrix behind the verified tokens. Returns how many, [m]."""
+        speculator = self._speculator
+        if speculator is None:
+            return _NO_ROWS
+        limit = plan.draft_limits[packed.sampled]
+        hidden = None
+        if self._wants_hidden:
+            assert kept.hidden is not None, "compose checks that the model offers hidden rows"
+            first = np.cumsum(packed.widths) - packed.widths
+            hidden = kept.hidden[torch.from_numpy((first + num_new - 1).astype(np.int64))]
+        try:
+            drafts, counts = speculator.propose(DraftBatch(rows, num_tokens, limit, self.rows.token_ids, hidden))
+        except Exception:  # drafts are a bonus: a speculator that fails costs speed, never an answer
+            log.exception("%s failed to propose; this step goes without drafts", type(speculator).__name__)
+            return np.zeros(rows.size, np.int32)
+        counts = np.minimum(counts, limit)
+        which, at = np.nonzero(np.arange(drafts.shape[1]) < counts[:, None])
+        self.rows.token_ids[rows[which], num_tokens[which] + at] = drafts[which, at]
+        return counts.astype(np.int32)
+
+    def _logprobs(
+        self, raw: torch.Tensor, rows: IntRows, widths: IntRows, tokens: IntRows, num_new: IntRows
+    ) -> dict[int, list[TokenLogprobs]]:
+        """One entry a verified token, for the rows that asked; from the logits before any processor."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        start = 0
+        for i, row in enumerate(rows.tolist()):
+            top = int(self.rows.num_logprobs[row])
+            if top < 0:
+                continue
+            count, width = int(num_new[i]), int(widths[i])
+            chosen = tokens[i, :count].astype(np.int64)
+            found[row] = token_logprobs(raw[start : start + count], chosen, [top] * count)
+            start += width
+        return found
+
+    def _prompt_logprobs(self, packed: Packed, kept: Kept) -> dict[int, list[TokenLogprobs]]:
+        """Entries for prompt positions first + 1 … first + count of each row that asked."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        start = packed.keep.size - sum(count for _, _, count in packed.prompt_rows)
+        for row, first, count in packed.prompt_rows:
+            index = torch.arange(start, start + count, device=self._device)
+            chosen = self.rows.token_ids[row, first + 1 : first + 1 + count].astype(np.int64)
+            top = int(self.rows.num_prompt_logprobs[row])
+            found[row] = token_logprobs(self.model.logits(kept, index), chosen, [top] * count)
+            start += count
+        return found
+
+    def close(self) -> None:
+        """Drop the KV store."""
+        self.kv.clear()
+
+
+def build(ctx: BuildContext) -> LocalRunner:
+    """Provider factory."""
+    parts = ctx.parts
+    assert ctx.model is not None, "the executor is built last"
+    speculator = parts.get("speculator")
+    max_model_len = ctx.engine.max_model_len
+    assert max_model_len is not None, "resolved before parts are built"
+    rows = RunnerRows(
+        ctx.engine.max_num_seqs,
+        max_model_len,
+        ctx.engine.block_size,
+        max_drafts=0 if speculator is None else speculator.max_drafts,
+    )
+    return LocalRunner(
+        model=ctx.model,
+        attention=parts["attention"],
+        sampler=parts["sampler"],
+        processors=parts["logits_processor"],
+        rows=rows,
+        speculator=speculator,
+        adapters=parts.get("adapter"),
+        device=ctx.device,
+        dtype=getattr(torch, ctx.engine.kv_cache_dtype),
+    )

@@ -1,0 +1,253 @@
+"""The client of an engine in its own process: starts it, talks to it, notices its death and starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from enginectl.config import EngineConfig
+from enginectl.engine.client import EngineInfo, EngineState
+from enginectl.engine.messages import (
+    HEADER,
+    Failed,
+    FromEngine,
+    Outputs,
+    Progress,
+    Ready,
+    Reply,
+    Start,
+    Stop,
+    ToEngine,
+    frame,
+    from_engine_decoder,
+)
+from enginectl.engine.routed import RoutedClient
+from enginectl.engine.router import OutputRouter
+from enginectl.errors import EnginectlError, EngineDeadError, UsageError
+from enginectl.interfaces.detokenizer import Detokenizer
+from enginectl.interfaces.observer import Observer
+from enginectl.logs import LogConfig
+from enginectl.plugins import PluginHost
+
+log = logging.getLogger("enginectl.supervisor")
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
+_MAX_CRASHES = 5
+"""Deaths in a row, each before the engine served for `_STABLE_S`, after which restarting is given up."""
+_STABLE_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+
+
+class EngineProcess(RoutedClient):
+    """See `EngineClient`. Use `await start()` first, `await close()` last.
+
+    make_detokenizer: builds the API side's detokenizer once the engine told where its tokenizer is.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        host: PluginHost,
+        make_detokenizer: Callable[[EngineInfo], Detokenizer],
+        *,
+        observers: Sequence[Observer] = (),
+        logs: LogConfig | None = None,
+        progress: Callable[[str], None] = log.info,
+    ) -> None:
+        super().__init__(config, host, observers)
+        self._make_detokenizer = make_detokenizer
+        self._logs = logs or LogConfig()
+        self._progress = progress
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._ready: asyncio.Future[EngineInfo] | None = None
+        self._supervision: asyncio.Task[None] | None = None
+        self._lost = asyncio.Event()
+        self._failure: Failed | None = None
+        self._last_news_s = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the engine and wait until it serves. Raises what it reported if it cannot."""
+        await self._launch()
+        self._supervision = asyncio.create_task(self._supervise(), name="supervisor")
+
+    async def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        theirs.set_inheritable(True)
+        command = [sys.executable, "-m", "enginectl.engine.process", str(theirs.fileno())]
+        self._lost.clear()
+        self._failure = None
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=os.environ)
+        theirs.close()
+        transport, _ = await loop.create_unix_connection(lambda: _Frames(self), sock=ours)
+        self._transport = transport
+        transport.write(frame(Start(self.config, self._logs, self._adapters)))
+        info = await self._ready
+        if self.router is None:
+            self.router = OutputRouter(
+                self._make_detokenizer(info), info, seed=self.config.seed, on_finished=self._on_ticket_finished
+            )
+        self.info = self.router.info = info
+        if self._state is not EngineState.DRAINING:
+            self._set_state(EngineState.RUNNING)
+
+    async def _supervise(self) -> None:
+        """Wait for the engine to die, bring it back with growing delays, and give up on a crash loop."""
+        crashes, delay = 0, _FIRST_DELAY_S
+        while True:
+            served_since = time.monotonic()
+            watchdog = asyncio.create_task(self._watch(), name="watchdog")
+            await self._lost.wait()
+            watchdog.cancel()
+            status = await self._reap()
+            if time.monotonic() - served_since > _STABLE_S:
+                crashes, delay = 0, _FIRST_DELAY_S
+            why = f"the engine process ended ({_describe(status)})"
+            while True:
+                crashes += 1
+                if crashes > _MAX_CRASHES:
+                    reason = f"{why}; it died {crashes} times in a row, so it is not started again"
+                    log.error(reason)
+                    self._set_state(EngineState.DEAD, reason)
+                    return
+                log.error("%s; starting it again in %.1f s", why, delay)
+                self._set_state(EngineState.RESTARTING, why)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, _LONGEST_DELAY_S)
+                try:
+                    await self._launch()
+                    break
+                except EnginectlError as error:
+                    await self._reap()
+                    why = f"the engine did not come back: {error}"
+            log.info("the engine serves again")
+
+    async def _watch(self) -> None:
+        """Report a step that takes longer than it may."""
+        reported = False
+        while True:
+            await asyncio.sleep(1.0)
+            busy = self.router is not None and self.router.num_open
+            silent_s = time.monotonic() - self._last_news_s
+            if busy and silent_s > self.config.step_timeout_s:
+                if not reported:
+                    log.error("no step has finished for %.0f s while requests are open", silent_s)
+                reported = True
+            elif not busy:
+                self._last_news_s = time.monotonic()
+                reported = False
+
+    async def _reap(self) -> int:
+        process = self._process
+        assert process is not None, "the engine was started"
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        return await asyncio.get_running_loop().run_in_executor(None, process.wait)
+
+    async def close(self) -> None:
+        """Stop the engine process; kill it if it does not end in time."""
+        if self._supervision is not None:
+            self._supervision.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervision
+        self._set_state(EngineState.DEAD, "the client was closed")
+        process, transport = self._process, self._transport
+        if process is None:
+            return
+        if transport is not None and not transport.is_closing():
+            transport.write(frame(Stop()))
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(None, process.wait, _STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await loop.run_in_executor(None, process.wait)
+        if transport is not None:
+            transport.close()
+        self._fail_open("the engine was stopped")
+
+    # -- transport -----------------------------------------------------------------------------------------------
+
+    def _send(self, message: ToEngine) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing() or self._lost.is_set():
+            raise EngineDeadError(f"the engine is {self._state.value}: {self._reason or 'not started'}")
+        transport.write(frame(message))
+
+    def on_message(self, message: FromEngine) -> None:
+        """Called by the transport for each message, on the event loop."""
+        if isinstance(message, Outputs):
+            self._last_news_s = time.monotonic()
+            self._on_outputs(message.outputs)
+        elif isinstance(message, Reply):
+            self._on_reply(message)
+        elif isinstance(message, Progress):
+            self._progress(message.stage)
+        elif isinstance(message, Failed):
+            self._failure = message
+        elif isinstance(message, Ready) and self._ready is not None:
+            self._last_news_s = time.monotonic()
+            self._ready.set_result(message.info)
+
+    def on_lost(self) -> None:
+        """Called by the transport when the connection ends: the engine is gone, or going."""
+        self._lost.set()
+        message = self._failure.message if self._failure is not None else "the engine process died"
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(self._startup_error(message))
+            return
+        if self._state is EngineState.RUNNING:
+            self._set_state(EngineState.RESTARTING, message)
+        self._fail_open(f"{message}; the request may be sent again")
+
+    def _startup_error(self, message: str) -> EnginectlError:
+        failure = self._failure
+        if failure is None:
+            return EngineDeadError("the engine process died while starting; its log says why")
+        error: EnginectlError = (UsageError if failure.exit_status == 2 else EnginectlError)(message)
+        error.add_note(failure.traceback)
+        return error
+
+
+class _Frames(asyncio.Protocol):
+    """Cuts the byte stream into messages."""
+
+    def __init__(self, owner: EngineProcess) -> None:
+        self._owner = owner
+        self._buffer = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= HEADER.size:
+            (size,) = HEADER.unpack_from(buffer, start)
+            end = start + HEADER.size + size
+            if len(buffer) < end:
+                break
+            message = from_engine_decoder.decode(bytes(buffer[start + HEADER.size : end]))
+            start = end
+            self._owner.on_message(message)
+        del buffer[:start]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._owner.on_lost()
+
+
+def _describe(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

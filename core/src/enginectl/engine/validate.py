@@ -1,0 +1,57 @@
+"""Everything that can be wrong with one request, found before it is queued: a RequestError touches nobody else."""
+
+from __future__ import annotations
+
+from enginectl.builtin.sampling.validation import validate_params
+from enginectl.engine.client import EngineInfo
+from enginectl.errors import NotFoundError, RequestError, unknown
+from enginectl.types import GenerateRequest
+
+
+def validate_request(
+    request: GenerateRequest, info: EngineInfo, *, max_logprobs: int, adapters: tuple[str, ...]
+) -> None:
+    """Raise RequestError, naming the field, what was found and what is allowed."""
+    params = request.params
+    validate_params(params, info.vocab_size)
+    _validate_prompt(request, info)
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(params, name)
+        if asked is not None and not 0 <= asked <= max_logprobs:
+            raise RequestError(f"{name} is {asked}, allowed are 0 to {max_logprobs}", param=name)
+    if request.adapter is not None and request.adapter not in adapters:
+        raise NotFoundError(unknown("model or adapter", request.adapter, adapters), param="model")
+    if request.timeout_s is not None and not request.timeout_s > 0:
+        raise RequestError(f"timeout is {request.timeout_s}, it must be a number of seconds above 0", param="timeout")
+
+
+def _validate_prompt(request: GenerateRequest, info: EngineInfo) -> None:
+    ids, params = request.prompt_token_ids, request.params
+    length = len(ids)
+    if length == 0:
+        raise RequestError("the prompt has no tokens; at least one is needed", param="prompt")
+    if min(ids) < 0 or max(ids) >= info.vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < info.vocab_size)
+        raise RequestError(f"token id {wrong} is not in the vocabulary (0 to {info.vocab_size - 1})", param="prompt")
+    room = info.max_model_len - length
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {length} tokens and the context is {info.max_model_len}, which leaves no room for output; "
+            "shorten the prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise RequestError(
+            f"max_tokens is {params.max_tokens} and the prompt has {length} tokens, together more than the context of "
+            f"{info.max_model_len}; ask for at most {room}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    worst = length + (params.max_tokens if params.max_tokens is not None else room)
+    if -(-worst // info.block_size) > info.num_kv_tokens // info.block_size:
+        raise RequestError(
+            f"prompt and max_tokens are {worst} tokens, the KV pool holds {info.num_kv_tokens}; ask for fewer",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )

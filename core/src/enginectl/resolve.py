@@ -1,0 +1,172 @@
+"""`auto` becomes a value here: device, dtype, lengths, budgets and the size of the KV pool."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from enginectl.config import EngineConfig
+from enginectl.context import Machine
+from enginectl.errors import ConfigError, OutOfMemoryError, UnsupportedError
+from enginectl.interfaces.kv import KVGroup, KVLayout
+from enginectl.interfaces.model import LayerSpec, ModelSpec
+from enginectl.interfaces.weights import Checkpoint
+from enginectl.units import format_size
+
+log = logging.getLogger("enginectl.resolve")
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SHORT = {"float": "float32", "fp32": "float32", "bf16": "bfloat16", "half": "float16", "fp16": "float16"}
+_CPU_BUDGET, _GPU_BUDGET = 256, 8192
+_CPU_KV_SHARE = 0.4
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def check_supported(config: EngineConfig) -> None:
+    """Refuse what a flag promises and no installed part provides."""
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        size = getattr(config, name)
+        if size != 1:
+            flag = "--" + name.replace("_", "-")
+            raise UnsupportedError(f"{flag} {size}: no installed executor runs on more than one device; use 1")
+
+
+def resolve_device(config: EngineConfig, machine: Machine) -> str:
+    """`cuda:0` or `cpu`. Raises UnsupportedError for cuda on a machine without it."""
+    if config.device == "auto":
+        return "cuda:0" if machine.gpus else "cpu"
+    if config.device.startswith("cuda"):
+        if not machine.gpus:
+            raise UnsupportedError(
+                f"--device {config.device}: no NVIDIA GPU was found; use cpu, or see enginectl doctor"
+            )
+        return config.device if ":" in config.device else "cuda:0"
+    if config.device != "cpu":
+        raise ConfigError(f"--device {config.device!r} is not known; allowed: auto, cpu, cuda")
+    return "cpu"
+
+
+def resolve_dtype(config: EngineConfig, checkpoint: Checkpoint, machine: Machine, device: str) -> str:
+    """The checkpoint's own; on a CPU, 16-bit checkpoints run in bfloat16 where the CPU computes it, else float32."""
+    wanted = _SHORT.get(config.dtype, config.dtype)
+    if wanted != "auto":
+        if wanted not in DTYPES:
+            raise ConfigError(f"--dtype {config.dtype!r} is not known; allowed: auto, {', '.join(DTYPES)}")
+        return wanted
+    stored = checkpoint.dtype if checkpoint.dtype in DTYPES else "bfloat16"
+    if device == "cpu" and DTYPES[stored] == 2:
+        return "bfloat16" if {"avx512_bf16", "amx_bf16", "bf16"} & machine.cpu_flags else "float32"
+    return stored
+
+
+def resolve_lengths(config: EngineConfig, spec: ModelSpec, layout: KVLayout | None) -> EngineConfig:
+    """max_model_len and the token budget. With a layout, a length nobody asked for shrinks to what the pool holds."""
+    length = config.max_model_len
+    if length is None:
+        length = spec.max_model_len
+    elif length > spec.max_model_len:
+        raise ConfigError(f"--max-model-len {length} is more than the model was made for ({spec.max_model_len})")
+    budget = config.max_num_batched_tokens or (_CPU_BUDGET if config.device == "cpu" else _GPU_BUDGET)
+    if not config.enable_chunked_prefill and budget < length:
+        if config.max_num_batched_tokens is not None:
+            raise ConfigError(
+                f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least --max-model-len ({length}), "
+                f"found {budget}"
+            )
+        budget = length
+    if layout is None:
+        # The model's own maximum stays open until the pool is sized.
+        return msgspec.structs.replace(config, max_num_batched_tokens=budget)
+    capacity = (layout.num_blocks - 1) * layout.block_size
+    if length > capacity:
+        if config.max_model_len is not None:
+            raise OutOfMemoryError(
+                f"the KV pool holds {capacity} tokens, fewer than --max-model-len {length}; lower it, or raise "
+                "--kv-cache-memory-bytes or --gpu-memory-utilization"
+            )
+        log.warning("max_model_len lowered from %d to %d, what the KV pool holds", length, capacity)
+        length = capacity
+    return msgspec.structs.replace(config, max_model_len=length, max_num_batched_tokens=budget)
+
+
+def kv_groups(layers: Iterable[LayerSpec], block_size: int, itemsize: int) -> tuple[KVGroup, ...]:
+    """Layers by group. Layers of one group share a block table."""
+    groups = []
+    for _, members in itertools.groupby(sorted(enumerate(layers), key=lambda p: p[1].group), key=lambda p: p[1].group):
+        pairs = list(members)
+        size = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for _, layer in pairs)
+        groups.append(KVGroup(tuple(i for i, _ in pairs), None, size * block_size * itemsize))
+    return tuple(groups)
+
+
+def size_pool(config: EngineConfig, spec: ModelSpec, machine: Machine, device: str) -> KVLayout:
+    """How many blocks fit. Raises OutOfMemoryError when not even one sequence of 2 blocks does."""
+    itemsize = DTYPES[config.kv_cache_dtype]
+    groups = kv_groups(spec.layers, config.block_size, itemsize)
+    bytes_per_block = sum(group.bytes_per_block for group in groups)
+    useful = config.max_num_seqs * -(-(config.max_model_len or spec.max_model_len) // config.block_size)
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+    else:
+        memory = config.kv_cache_memory_bytes
+        if memory is None:
+            memory = _free_memory(config, machine, device)
+        num_blocks = min(memory // bytes_per_block if bytes_per_block else useful, useful)
+        if num_blocks < 2:
+            raise OutOfMemoryError(
+                f"{format_size(max(memory, 0))} for the KV cache hold {max(num_blocks, 0)} blocks of "
+                f"{config.block_size} tokens ({format_size(bytes_per_block)} each), at least 2 are needed; raise "
+                "--kv-cache-memory-bytes or --gpu-memory-utilization"
+            )
+    layout = KVLayout(groups, config.block_size, num_blocks + 1, config.kv_cache_dtype)
+    _report(layout, config, spec, bytes_per_block)
+    return layout
+
+
+def _free_memory(config: EngineConfig, machine: Machine, device: str) -> int:
+    """Bytes for KV: on a GPU the share asked for less what is used after loading; on a CPU a part of what is free."""
+    if device.startswith("cuda"):
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total * config.gpu_memory_utilization) - (total - free)
+    return int(machine.memory_bytes * _CPU_KV_SHARE)
+
+
+def _report(layout: KVLayout, config: EngineConfig, spec: ModelSpec, bytes_per_block: int) -> None:
+    tokens = (layout.num_blocks - 1) * layout.block_size
+    length = min(config.max_model_len or spec.max_model_len, tokens)
+    log.info(
+        "KV pool: %d tokens in %d blocks of %d (%s, %d bytes a token); %d sequences of %d tokens fit, %d of 2048",
+        tokens,
+        layout.num_blocks - 1,
+        layout.block_size,
+        format_size((layout.num_blocks - 1) * bytes_per_block),
+        bytes_per_block // layout.block_size,
+        tokens // length,
+        length,
+        tokens // 2048,
+    )
+
+
+def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """EOS is a set: generation_config's and the configuration's, in that order."""
+    found: list[int] = []
+    for source in (checkpoint.generation_config, checkpoint.config):
+        value = source.get("eos_token_id")
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(int(token) for token in found))
+
+
+def sampling_defaults(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
+    """What the model's generation_config says about sampling, for requests that do not."""
+    if config.generation_config not in ("auto", "vllm"):
+        raise ConfigError(f"--generation-config {config.generation_config!r} is not known; allowed: auto, vllm")
+    if config.generation_config == "vllm":
+        return {}
+    given = checkpoint.generation_config
+    return {name: given[name] for name in _SAMPLING_DEFAULTS if given.get(name) is not None}
