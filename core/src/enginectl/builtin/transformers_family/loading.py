@@ -1,0 +1,105 @@
+"""From a checkpoint to a transformers module with every parameter in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as library_logging
+
+from enginectl.errors import ModelError
+from enginectl.interfaces.weights import Checkpoint
+
+MAX_NAMED = 5
+"""Tensors that an error names before it says how many more there are."""
+
+
+def config_object(checkpoint: Checkpoint) -> Any:
+    """The library's configuration of the checkpoint; a new object each time, since loading writes to it."""
+    values = dict(checkpoint.config)
+    return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+
+
+def meta_module(checkpoint: Checkpoint, dtype: torch.dtype, implementation: str) -> Any:
+    """The model without weights: shapes only, for the probe."""
+    config = config_object(checkpoint)
+    # The other expert kernels read how many tokens each expert has, and there is no data to read.
+    config._experts_implementation = "batched_mm"
+    with torch.device("meta"):
+        module = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(
+            config, attn_implementation=implementation, dtype=dtype
+        )
+    for part in module.modules():
+        if "dynamic" in str(getattr(part, "rope_type", "")):  # it would read the longest position, which is no data
+            part.rope_type = "default" if isinstance(part.rope_type, str) else dict.fromkeys(part.rope_type, "default")
+    return module.eval()
+
+
+def load_module(checkpoint: Checkpoint, dtype: torch.dtype, device: str, implementation: str) -> Any:
+    """The model with its weights on the device.
+
+    A directory of safetensors is mapped into memory; other formats give their tensors one by one. Both go through
+    `from_pretrained`, which alone knows the renames and merges between a checkpoint's tensors and the modules.
+    """
+    config = config_object(checkpoint)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    mapped = checkpoint.path.is_dir() and any(checkpoint.path.glob("*.safetensors"))
+    source: dict[str, Any] = {"use_safetensors": True} if mapped else {"state_dict": state_dict(checkpoint, cls, dtype)}
+    with no_progress_bar():
+        module, info = cls.from_pretrained(
+            str(checkpoint.path) if mapped else None,
+            config=config,
+            dtype=dtype,
+            attn_implementation=implementation,
+            local_files_only=True,
+            output_loading_info=True,
+            **source,
+        )
+    check_complete(checkpoint, module, info)
+    return module.to(device).requires_grad_(False).eval()
+
+
+def state_dict(checkpoint: Checkpoint, cls: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The checkpoint's tensors, narrowed one by one so that the wide ones do not add up."""
+    kept_wide = getattr(cls, "_keep_in_fp32_modules", None) or getattr(cls, "_keep_in_fp32_modules_strict", None)
+    narrow = dtype != torch.float32 and not kept_wide
+    return {
+        name: tensor.to(dtype) if narrow and tensor.is_floating_point() else tensor
+        for name, tensor in checkpoint.tensors()
+    }
+
+
+def check_complete(checkpoint: Checkpoint, module: nn.Module, info: dict[str, Any]) -> None:
+    """Raise ModelError if a parameter was not filled, or a tensor of the checkpoint was not used."""
+    problems = []
+    for what, key in (("missing", "missing_keys"), ("unexpected", "unexpected_keys"), ("misshapen", "mismatched_keys")):
+        names = sorted(name if isinstance(name, str) else name[0] for name in info.get(key) or ())
+        if names:
+            rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            problems.append(f"{what}: {', '.join(names[:MAX_NAMED])}{rest}")
+    if errors := info.get("error_msgs"):
+        problems.append(str(errors if isinstance(errors, str) else errors[0]))
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if empty := [name for name, tensor in tensors if tensor.is_meta]:
+        problems.append(f"never filled: {', '.join(empty[:MAX_NAMED])}")
+    if problems:
+        raise ModelError(
+            f"{checkpoint.path}: the weights do not fit {type(module).__name__} ({'; '.join(problems)}). "
+            "Check that config.json and the weights are of the same model"
+        )
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Keep the library's bar out of the log while weights load."""
+    shown = library_logging.is_progress_bar_enabled()
+    library_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            library_logging.enable_progress_bar()

@@ -1,0 +1,145 @@
+"""What each layer's attention really is, seen by running one tiny forward.
+
+Configurations name windows, chunks and head sizes in many ways, and some models use none of them. The truth is what
+arrives at the attention function: the shapes, the scale, the soft cap, and the mask function the model asked for.
+The same forward on the meta device tells it without a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from enginectl.errors import ModelError
+from enginectl.interfaces.model import LayerSpec
+
+NAME = "enginectl-probe"
+"""The attention implementation during the probe."""
+
+FAR = 1 << 20
+"""A distance that no window reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Stands in for a mask: how the model would have computed it."""
+
+    visible: Callable[..., Any]
+    local_size: int | None
+
+    def sees(self, query: int, key: int) -> bool | None:
+        """Whether the query at one position sees the key at another; None if that depends on data there is not."""
+        try:
+            return bool(self.visible(0, 0, torch.tensor(query), torch.tensor(key)))
+        except NotImplementedError:  # torch, asked for the contents of a tensor on the meta device
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One attention call of the forward: the module that made it and what it asked for."""
+
+    module: nn.Module
+    layer: LayerSpec
+
+
+class Log:
+    """Lies on the modules of the model that is probed and collects their calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+
+def describe_mask(**kwargs: Any) -> Mask:
+    """The mask function during the probe."""
+    return Mask(kwargs["mask_function"], kwargs.get("local_size"))
+
+
+def record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The attention function during the probe: notes the call, returns zeros."""
+    log: Log = module._enginectl  # type: ignore[assignment]
+    window, chunk = reach(attention_mask)
+    if kwargs.get("position_bias") is not None:
+        raise ModelError("its attention adds a position bias to the scores, which no backend takes")
+    scaling = kwargs.get("scaling")
+    layer = LayerSpec(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=key.shape[3],
+        v_head_dim=value.shape[3],
+        scale=float(query.shape[3] ** -0.5 if scaling is None else scaling),
+        window=window,
+        chunk=chunk,
+        soft_cap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux") is not None,
+    )
+    log.calls.append(Call(module, layer))
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def reach(mask: Any) -> tuple[int | None, int | None]:
+    """(window, chunk) of a layer, checked against what its mask function says of single pairs."""
+    if not isinstance(mask, Mask):
+        raise ModelError("it makes its attention masks itself, so what each layer sees is unknown")
+    size = mask.local_size
+    if size is None:
+        expect(mask, (FAR, 0, True), (5, 5, True), (5, 6, False))
+        return None, None
+    edge = mask.sees(size, size - 1)
+    # Only a chunk's mask depends on the batch, by its padding, which has no data on the meta device.
+    if edge is None or (not edge and size > 1):
+        expect(mask, (2 * size - 1, size, True), (2 * size, 2 * size - 1, False), (2 * size, 2 * size + 1, False))
+        return None, size
+    expect(mask, (FAR, FAR - size + 1, True), (FAR, FAR - size, False), (5, 5, True), (5, 6, False))
+    return size, None
+
+
+def expect(mask: Mask, *pairs: tuple[int, int, bool]) -> None:
+    """Raise ModelError if the mask shows one of (query, key) otherwise than said."""
+    for query, key, expected in pairs:
+        if mask.sees(query, key) is (not expected):
+            what = "shows" if not expected else "hides"
+            raise ModelError(f"its attention mask {what} key {key} to query {query}, which is no causal mask we know")
+
+
+def register() -> None:
+    """Make the probe's functions known to transformers. Doing it again changes nothing."""
+    AttentionInterface.register(NAME, record)
+    AttentionMaskInterface.register(NAME, describe_mask)
+
+
+def probe(model: Any, *, device: str) -> list[Call]:
+    """Run two tokens through a model that is set to `NAME`; device "meta" needs no weights.
+
+    Returns its attention calls in order. Raises ModelError if attention never arrives.
+    """
+    log = Log()
+    for module in model.modules():
+        module._enginectl = log
+    try:
+        with torch.inference_mode():
+            model(**probe_inputs(device))
+    finally:
+        for module in model.modules():
+            del module._enginectl
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    if len(log.calls) < max(1, num_layers):
+        raise ModelError(f"only {len(log.calls)} of its {num_layers} layers call the attention interface")
+    return log.calls
+
+
+def probe_inputs(device: str) -> dict[str, Any]:
+    """Two tokens. Without data their positions cannot be read, so a padding mask says that they are one sequence."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    positions = torch.arange(2, device=device).unsqueeze(0)
+    keep = torch.zeros(1, dtype=torch.long, device=device)
+    inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False, "logits_to_keep": keep}
+    return inputs | ({"attention_mask": torch.ones_like(ids)} if device == "meta" else {})

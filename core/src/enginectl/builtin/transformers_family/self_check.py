@@ -1,0 +1,94 @@
+"""Does the model say the same, packed through paged attention, as the library's own forward says?
+
+Architectures that keep state of their own, or ignore positions, are wrong in silence: nothing raises. So two short
+sequences run in shared, chunked steps and are compared with one stock forward each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from enginectl.builtin.attention_torch import TorchAttention
+from enginectl.builtin.transformers_family import bridge
+from enginectl.builtin.transformers_family.model import TransformersModel
+from enginectl.errors import ModelError
+from enginectl.interfaces.model import ForwardInput
+from enginectl.testing.paging import Pages
+
+LENGTHS = (9, 14)
+STEPS = (((0, 5), (1, 6)), ((0, 1), (1, 3)), ((1, 1), (0, 2)), ((0, 1), (1, 4)))
+"""(sequence, tokens) of each step: chunks, single tokens, and both together."""
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 16
+MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.5}
+"""Largest relative difference of logits. Right models stay below 1e-5 in fp32 and, where a router flips an expert,
+below 0.35 in 16 bits; wrong ones start at 0.85."""
+
+
+def self_check(model: TransformersModel, *, device: str, dtype: torch.dtype) -> float:
+    """Compare packed and stock logits. Returns the relative difference; raises ModelError if it is too large."""
+    random = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(model.spec.vocab_size, (length,), generator=random) for length in LENGTHS]
+    try:
+        with torch.inference_mode():
+            packed = packed_logits(model, prompts, device, dtype)
+            stock = stock_logits(model, prompts, device)
+    except Exception as error:
+        raise ModelError(
+            f"{model.spec.architecture} cannot run packed: {type(error).__name__}: {error}. No other route exists yet"
+        ) from error
+    difference = max(
+        float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30))
+        for mine, theirs in zip(packed, stock, strict=True)
+    )
+    if not difference <= MAX_ERROR[dtype]:
+        raise ModelError(
+            f"{model.spec.architecture} is wrong when sequences are packed: its logits differ by {difference:.2g} "
+            f"(relative) from the library's own forward, at most {MAX_ERROR[dtype]:.2g} is allowed. Not served"
+        )
+    return difference
+
+
+def packed_logits(model: TransformersModel, prompts: list[Tensor], device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Every position's logits through paged attention: [length, vocab_size] for each prompt."""
+    layers = model.spec.layers
+    attention = TorchAttention(layers, block_size=BLOCK_SIZE, device=device, dtype=dtype)
+    shape = (NUM_BLOCKS, BLOCK_SIZE)
+    attention.bind(
+        [
+            (
+                torch.empty(*shape, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device),
+                torch.empty(*shape, layer.num_kv_heads, layer.v_head_dim, dtype=dtype, device=device),
+            )
+            for layer in layers
+        ]
+    )
+    model.use_attention(attention)
+    num_groups = 1 + max(layer.group for layer in layers)
+    pages = Pages(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, num_groups=num_groups, device=device)
+    parts: list[list[Tensor]] = [[] for _ in prompts]
+    for work in STEPS:
+        spans = [(s, pages.num_tokens(s), pages.num_tokens(s) + count) for s, count in work]
+        batch = pages.advance(work)
+        step = ForwardInput(
+            token_ids=torch.cat([prompts[s][start:stop] for s, start, stop in spans]).to(device),
+            positions=torch.cat([torch.arange(start, stop) for _, start, stop in spans]).to(device),
+            keep=torch.arange(batch.num_tokens, device=device),
+            plan=attention.prepare(batch),
+        )
+        logits = model.logits(model.forward(step))
+        for (s, _), part in zip(work, torch.split(logits, [count for _, count in work]), strict=True):
+            parts[s].append(part)
+    return [torch.cat(rows) for rows in parts]
+
+
+def stock_logits(model: TransformersModel, prompts: list[Tensor], device: str) -> list[Tensor]:
+    """The same through the library's eager attention, one sequence a forward."""
+    module = model.module
+    module.set_attn_implementation("eager")
+    try:
+        return [module(input_ids=ids.to(device).unsqueeze(0), use_cache=False).logits[0].float() for ids in prompts]
+    finally:
+        module.set_attn_implementation(bridge.NAME)
