@@ -22,11 +22,11 @@ supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11)
 find_python() {
   local candidate
   if [[ -n ${PYTHON:-} ]]; then
-    supported "$PYTHON" || die "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1 || true); Python 3.11 or 3.12 is needed"
+    supported "$PYTHON" || die "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1 | head -n 1); Python 3.11 or 3.12 is needed"
     printf '%s' "$PYTHON"
     return
   fi
-  for candidate in python3 python3.12 python3.11; do
+  for candidate in python3.11 python3 python3.12; do
     if supported "$candidate"; then
       printf '%s' "$candidate"
       return
