@@ -126,6 +126,8 @@ def test_a_character_begun_by_the_prompt_appears_once_and_whole(name: str) -> No
     """Law 7: a prompt may end inside a character."""
     prompt, rest = spell(name, "ab日".encode()[:-1]), spell(name, "日".encode()[-1:] + b"x")
     assert streamed(name, rest, prompt) == "日x"
+    assert streamed(name, [*rest, *spell(name, b"\xff")], prompt) == "日x\ufffd"
+    assert streamed(name, spell(name, b"\xa5\xff"), prompt, [2]) == "日\ufffd"
 
 
 @pytest.mark.parametrize("name", WITH_BYTES)
@@ -167,7 +169,7 @@ def test_leading_space_depends_on_whether_text_comes_before() -> None:
 def test_special_tokens_are_emitted_when_not_skipped() -> None:
     """`skip_special_tokens=False` shows them, and they end an unfinished character."""
     for name in WITH_BYTES:
-        eos = TOKENIZERS[name].backend.token_to_id("</s>")
+        eos = small.token_id(TOKENIZERS[name].backend, "</s>")
         ids = [*spell(name, b"\xe6\x97"), eos, *spell(name, b"\xa5")]
         assert streamed(name, ids) == "日"
         assert "</s>" in streamed(name, ids, skip_special_tokens=False)

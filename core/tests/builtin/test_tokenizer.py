@@ -26,6 +26,13 @@ PARTS_ONLY = (
     "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}[{{ p.text }}]{% endif %}{% endfor %}"
     "{% endfor %}"
 )
+BLOCKS = """
+{% for m in messages %}
+    {% if m.role == 'user' %}
+  {{ m.content }}
+    {% endif %}
+{% endfor %}
+"""
 TOOLS = """
 {%- for m in messages %}
     {%- if m.tool_calls is defined %}
@@ -223,12 +230,14 @@ def test_bos_is_never_doubled() -> None:
     assert both.decode(both.encode_chat("hello"), False) == "<s><|user|>hello"
     assert both.decode(both.encode_chat("<s><|user|>hello"), False) == "<s><|user|>hello"
     assert both.decode(both.encode_chat("<s>hello"), False) == "<s>hello"
+    unnamed = Tokenizer(backend)  # puts tokens in front, and none of them is called BOS
+    assert unnamed.decode(unnamed.encode_chat("<s><|user|>hello"), False) == "<s><|user|>hello"
 
 
 # Chat templates
 
 
-@pytest.mark.parametrize("template", [CHATML, PARTS_ONLY, TOOLS])
+@pytest.mark.parametrize("template", [CHATML, PARTS_ONLY, TOOLS, BLOCKS])
 @pytest.mark.parametrize("generation", [True, False])
 def test_rendering_equals_transformers(tmp_path: Path, template: str, generation: bool) -> None:
     """The prompt is the one the model was trained on, character for character."""
@@ -371,7 +380,7 @@ def test_templates_from_requests_run_under_a_budget(template: str) -> None:
 
 
 def test_a_requests_own_template_renders_as_the_models_would() -> None:
-    for template in (CHATML, TOOLS, PARTS_ONLY):
+    for template in (CHATML, TOOLS, PARTS_ONLY, BLOCKS):
         messages = [*USER, {"role": "assistant", "content": "x" * 5000}]
         options: dict[str, Any] = {"tools": [{"a": 1}], "flag": "f"}
         expected = in_memory(template).apply_chat_template(messages, **options)

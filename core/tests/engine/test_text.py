@@ -221,6 +221,7 @@ def test_min_tokens_ignores_earlier_stops_for_good() -> None:
     """Law 8: a stop complete within the first min_tokens tokens is text; one that ends later counts."""
     chunks, _ = run(spell("aXbXc"), [], ended(), stop=("X",), min_tokens=2)
     assert whole(chunks)[0] == "aXb"
+    assert [chunk.text for chunk in chunks[:2]] == ["a", "X"]  # nothing waits for a stop that did not count
     chunks, _ = run(spell("aXY"), [], ended(), stop=("XY",), min_tokens=2)
     assert whole(chunks)[0] == "a"
 

@@ -95,7 +95,7 @@ class ChatTemplates:
         if chat_template is not None:
             if chat_template in self.named:
                 return self._compile(self.named[chat_template], False)
-            return self._compile(chat_template, True)
+            return self._compile(chat_template, chat_template not in self.named.values())
         if tools and "tool_use" in self.named:
             return self._compile(self.named["tool_use"], False)
         if "default" in self.named:
