@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from enginectl.builtin import sampling
 from enginectl.builtin.sampling.masks import AllowedTokens, BadWords, LogitBias, MinTokens
 from enginectl.builtin.sampling.penalties import Penalties
+from enginectl.builtin.sampling.rows import RaggedRows
 from enginectl.builtin.sampling.sampler import TorchSampler
 from enginectl.config import EngineConfig
 from enginectl.context import BuildContext, Machine
@@ -245,7 +246,7 @@ def _context(**changes: Any) -> BuildContext:
 )
 def test_factories_make_room_for_max_num_seqs(factory: Any, kind: type) -> None:
     part: Any = factory(_context())
-    assert isinstance(part, kind)
+    assert type(part) is kind
     part.add_row(ROWS - 1, PLAIN, 0, 0, 1)
     with pytest.raises(IndexError):
         part.add_row(ROWS, PLAIN, 0, 0, 1)
@@ -256,3 +257,13 @@ def test_the_eos_set_is_cores_or_the_checkpoints() -> None:
     assert sampling.eos_token_ids(_context()) == ()
     assert sampling.eos_token_ids(_context(checkpoint=checkpoint)) == (2, 5, 7)
     assert sampling.eos_token_ids(_context(checkpoint=checkpoint, parts={"eos_token_ids": (9,)})) == (9,)
+
+
+def test_a_cleared_list_has_no_entries() -> None:
+    lists = RaggedRows(3)
+    lists.set(0, np.array([5, 6]))
+    lists.set(2, np.array([7]))
+    lists.clear(0)
+    which, (values,) = lists.expand(np.array([2, 0, 1, 2], dtype=np.int32))
+    assert which.tolist() == [0, 3]
+    assert values.tolist() == [7, 7]
