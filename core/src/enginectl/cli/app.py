@@ -1,0 +1,99 @@
+"""The commands and what runs them. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from enginectl.cli.arguments import Arguments, split_arguments
+from enginectl.cli.capacity import capacity_command
+from enginectl.cli.chat import chat_command
+from enginectl.cli.config import config_command
+from enginectl.cli.doctor import doctor_command
+from enginectl.cli.errors import INTERRUPTED, report
+from enginectl.cli.generate import generate_command
+from enginectl.cli.plugins import plugins_command
+from enginectl.cli.serve import serve_command
+
+CONFIG_COMMANDS = frozenset({"serve", "generate", "chat", "config"})
+"""Commands whose `--plugin.option value` flags are plugin options."""
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status: 0, 1 for a failure, 2 for a wrong command, 130 for Ctrl-C."""
+    words = list(sys.argv[1:] if given is None else given)
+    arguments = Arguments(debug="--debug" in words)
+    try:
+        arguments = split_arguments(words, CONFIG_COMMANDS)
+        arguments.debug |= os.environ.get("ENGINECTL_DEBUG", "") not in ("", "0")
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except typer.Abort:
+        return INTERRUPTED
+    except Exception as error:
+        return report(error, debug=arguments.debug)
+
+
+def build_app() -> typer.Typer:
+    """The application with core's commands."""
+    app = typer.Typer(
+        name="enginectl",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(help="Serve language models with an engine assembled from plugins.")(_root)
+    app.command("serve")(serve_command)
+    app.command("generate")(generate_command)
+    app.command("chat")(chat_command)
+    app.command("plugins")(plugins_command)
+    app.command("doctor")(doctor_command)
+    app.command("config")(config_command)
+    app.command("capacity")(capacity_command)
+    app.command("version")(version_command)
+    return app
+
+
+def _leave(version: bool) -> None:
+    if version:
+        version_command()
+        raise typer.Exit
+
+
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks. May stand anywhere.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_leave)
+    ] = False,
+) -> None:
+    """Options that stand before a command; `main` has dealt with --debug."""
+
+
+def version_command() -> None:
+    """Print the version."""
+    from enginectl import __version__
+
+    print(f"enginectl {__version__}")
+
+
+def _run(arguments: Arguments) -> int:
+    app = build_app()
+    core_commands = {command.name for command in app.registered_commands}
+    word = next((word for word in arguments.rest if not word.startswith("-")), None)
+    if word not in core_commands:
+        _add_plugin_commands(app)
+    command = typer.main.get_command(app)
+    status: Any = command.main(args=arguments.rest, prog_name="enginectl", standalone_mode=False, obj=arguments)
+    return status if isinstance(status, int) else 0
+
+
+def _add_plugin_commands(app: typer.Typer) -> None:
+    """Let plugins add commands. A command of core's never waits for them, and none can replace it."""
+    from enginectl.plugins import PluginHost
+
+    PluginHost().hook.enginectl_commands(app=app)

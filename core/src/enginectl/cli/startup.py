@@ -1,0 +1,137 @@
+"""Starting an engine from the command line: progress while it starts, and what it turned out to be."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from enginectl.api_side import ApiSide
+    from enginectl.config import EngineConfig
+    from enginectl.config_sources import Resolved
+    from enginectl.context import Machine
+    from enginectl.engine.client import EngineInfo
+    from enginectl.engine.supervisor import EngineProcess
+    from enginectl.interfaces.detokenizer import Detokenizer
+    from enginectl.interfaces.observer import Observer
+    from enginectl.plugins import PluginHost
+
+log = logging.getLogger("enginectl.startup")
+
+SHORT_SEQUENCE = 2048
+"""Tokens of a sequence people plan with, beside max_model_len."""
+
+COLUMNS = ("role", "provider", "plugin", "distribution", "version")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An engine that serves, and the parts on this side of it. The owner closes the client."""
+
+    client: EngineProcess
+    api: ApiSide
+    host: PluginHost
+    machine: Machine
+    observers: tuple[Observer, ...]
+
+    @property
+    def table(self) -> list[dict[str, str]]:
+        """The assembled providers, the engine's and this side's, as rows of COLUMNS."""
+        rows = [*self.client.info.table, *self._api_rows()]
+        return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+
+    def _api_rows(self) -> list[tuple[str, str, str, str, str]]:
+        from enginectl.provider import Role
+
+        wanted = {Role.DETOKENIZER: self.client.config.roles.get(Role.DETOKENIZER.value)}
+        return [
+            (role.value, entry.provider.name, entry.plugin.name, entry.plugin.distribution, entry.plugin.version)
+            for role in (Role.DETOKENIZER, Role.FRONTEND, Role.PARSER, Role.OBSERVER)
+            for entry in self.host.select(role, self.machine, wanted.get(role)).chosen
+        ]
+
+
+def check_plugins(config: EngineConfig) -> PluginHost:
+    """The plugins of this configuration. Raises PluginError or ConfigError for whatever is wrong with them."""
+    from enginectl.config_aliases import check_promises
+    from enginectl.plugins import PluginHost
+
+    host = PluginHost(config.plugins, only_named=config.only_plugins)
+    host.check_sections(config.plugin_options)
+    for name in config.plugin_options:
+        host.options(host.plugins[name], config.plugin_options)
+    check_promises(config, {role.value for role, entries in host.catalogue.items() if entries})
+    return host
+
+
+async def launch_engine(resolved: Resolved, host: PluginHost) -> Started:
+    """Start the engine process and wait until it serves. Raises EnginectlError with what stood in the way.
+
+    host: from `check_plugins`, which is quick and finds most mistakes before anything is started.
+    """
+    from enginectl.api_side import ApiSide
+    from enginectl.engine.supervisor import EngineProcess
+    from enginectl.machine import detect_machine
+    from enginectl.provider import Role
+
+    config, template = resolved.engine, resolved.server.chat_template
+    machine = detect_machine()
+    api = ApiSide(config, host, machine)
+
+    def make_detokenizer(info: EngineInfo) -> Detokenizer:
+        api.load_tokenizer(info, template)
+        return api.detokenizer(info)
+
+    observers = tuple(api.all_of(Role.OBSERVER).values())
+    with start_up_status() as progress:
+        client = EngineProcess(
+            config, host, make_detokenizer, observers=observers, logs=resolved.logs, progress=progress
+        )
+        try:
+            await client.start()
+        except BaseException:
+            await client.close()
+            raise
+    return Started(client, api, host, machine, observers)
+
+
+@contextmanager
+def start_up_status() -> Iterator[Callable[[str], None]]:
+    """A spinner with the present stage on a terminal, log lines elsewhere. Gives what takes the stages."""
+    if not sys.stderr.isatty():
+        yield log.info
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting the engine") as status:
+        yield lambda stage: status.update(stage)
+
+
+def log_assembly(started: Started) -> None:
+    """Log the assembled table, who was skipped and why, and what the KV pool holds."""
+    from enginectl.cli.tables import format_rows
+
+    info = started.client.info
+    for line in format_rows(started.table, COLUMNS):
+        log.info("%s", line)
+    for role, name, reason in info.skipped:
+        log.info("skipped %s %s: %s", role, name, reason)
+    log.info("%s, %s on %s", info.architecture, info.dtype, info.device)
+    for line in capacity_lines(info):
+        log.info("%s", line)
+
+
+def capacity_lines(info: EngineInfo) -> list[str]:
+    """KV capacity in tokens and bytes, and how many sequences of which length fit."""
+    from enginectl.units import format_size
+
+    size = format_size(info.num_kv_tokens * info.kv_bytes_per_token)
+    lines = [f"KV cache: {info.num_kv_tokens:,} tokens in {size}, {info.kv_bytes_per_token:,} bytes per token"]
+    for length in dict.fromkeys((info.max_model_len, min(SHORT_SEQUENCE, info.max_model_len))):
+        blocks = -(-length // info.block_size) * info.block_size
+        lines.append(f"fits {info.num_kv_tokens // blocks:,} sequences of {length:,} tokens")
+    return lines

@@ -1,0 +1,224 @@
+"""Exit statuses and messages, and how fast the command line answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginectl.cli import main
+from enginectl.cli.config import as_toml
+from enginectl.config_sources import resolve
+
+HEAVY = ("torch", "transformers", "starlette", "uvicorn", "triton", "numpy", "tokenizers", "asyncio")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ENGINECTL_CONFIG", "ENGINECTL_DEBUG", "ENGINECTL_MODEL", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = main(line.split())
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+class TestWrongInvocations:
+    """Every one is a single message on standard error, says what to do, and starts nothing."""
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("serve", "no model: give MODEL on the command line, ENGINECTL_MODEL"),
+            (
+                "serve M --max-model-length 5",
+                "enginectl serve: no such flag --max-model-length; did you mean '--max-model-len'?",
+            ),
+            ("serve M --no-enable-prefix-cachin", "did you mean '--no-enable-prefix-caching'?"),
+            ("serve M --xyzzy", "enginectl serve: no such flag --xyzzy; `enginectl serve --help` lists them"),
+            (
+                "serve M --max-model-len many",
+                "--max-model-len: max_model_len is 'many'; allowed: a whole number, or auto",
+            ),
+            ("serve M --max-model-len", "requires an argument"),
+            ("serve M extra", "unexpected extra argument"),
+            ("serve M --block-size 24", "--block-size: block_size is 24; allowed: a power of two from 1 to 256"),
+            ("serve M --dtype bfloat61", "did you mean 'bfloat16'?"),
+            ("serve M --kv-cache-memory-bytes 4lb", "--kv-cache-memory-bytes: kv_cache_memory_bytes"),
+            ("serve M --gpu-memory-utilization 0", "allowed: more than 0, at most 1"),
+            ("serve M --tensor-parallel-size 2", "no installed executor provides it"),
+            ("serve M --lora-modules x=y", "enable_lora is off"),
+            ("serve M --lora-modules x", "allowed: NAME=PATH"),
+            ("serve M --speculative-config {}", "method is None"),
+            ("serve M --speculative-config ngram", "allowed: a JSON object"),
+            ("serve M --plugins trition,fcfs", "--plugins: no plugin named 'trition'"),
+            ("serve M --fcsf.x 1", "--fcsf.x: no plugin named 'fcsf'; did you mean 'fcfs'?"),
+            ("serve M --fcfs.x 1 --fcfs.x 2", "given twice"),
+            ("serve M --fcfs.x 1", "takes no options"),
+            ("serve M --enable-lora", "pip install enginectl-lora-sgmv"),
+            ("config M --enable-prefix-caching", "pip install enginectl-prefix-cache"),
+            ("serve M --config /no/such/file.toml", "cannot be read: No such file"),
+            ("serve M --log-level loud", "allowed: debug, info, warning, error"),
+            ("serve M --port 70000", "allowed: 0 (any free port) to 65535"),
+            ('serve M --structured-outputs-config {"backnd":1}', "No such"),
+            ("generate M --temperature 9 hi", "--temperature is 9.0; allowed: 0 to 2"),
+            ("generate M --format xml hi", "--format is 'xml'; allowed: text, jsonl"),
+            ("generate M --input /no/such.jsonl", "--input /no/such.jsonl: cannot be read"),
+            ("generate M hi --input x.jsonl", "give one of them"),
+            ("generate M --port 1 hi", "no such flag --port"),
+            ("plugins --role atention", "no role named 'atention'; did you mean 'attention'?"),
+            ("config", "no model"),
+            ("serv M", "No such command 'serv'"),
+        ],
+    )
+    def test_status_2_and_a_message(self, line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        status, out, err = run(line, capsys)
+        assert message.lower() in err.lower()
+        assert status == 2
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert "Traceback" not in err
+
+    def test_debug_adds_the_traceback(self, capsys: pytest.CaptureFixture[str]) -> None:
+        status, _, err = run("serve --debug", capsys)
+        assert status == 2
+        assert "Traceback" in err
+        assert "error: no model" in err
+
+    def test_what_nobody_foresaw_is_status_1_and_a_hint(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(**_: Any) -> None:
+            raise ZeroDivisionError("by zero")
+
+        monkeypatch.setattr("enginectl.machine.detect_machine", lambda: fail())
+        status, out, err = run("doctor", capsys)
+        assert (status, out) == (1, "")
+        assert err.startswith("error: internal error: ZeroDivisionError: by zero\nhint: ")
+        assert "--debug" in err
+        assert "Traceback" not in err
+
+    def test_ctrl_c_is_130(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("enginectl.machine.detect_machine", interrupt)
+        assert run("doctor", capsys)[0] == 130
+
+
+class TestAnswers:
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        from enginectl import __version__
+
+        assert run("version", capsys) == (0, f"enginectl {__version__}\n", "")
+        assert run("--version", capsys) == (0, f"enginectl {__version__}\n", "")
+
+    def test_plugins_as_json_names_who_provides_what(self, capsys: pytest.CaptureFixture[str]) -> None:
+        status, out, _ = run("plugins --json", capsys)
+        rows = json.loads(out)
+        assert status == 0
+        assert {"role", "name", "plugin", "distribution", "version", "state", "error"} == set(rows[0])
+        assert ("scheduler", "fcfs", "enginectl") in {(row["role"], row["name"], row["distribution"]) for row in rows}
+
+    def test_plugins_of_one_role_as_a_table(self, capsys: pytest.CaptureFixture[str]) -> None:
+        _, out, _ = run("plugins --role kv-allocator", capsys)
+        header, *rows = out.splitlines()
+        assert header.split()[:4] == ["role", "name", "plugin", "distribution"]
+        assert {row.split()[0] for row in rows} == {"kv_allocator"}
+
+    def test_doctor_gives_a_reason_for_all_that_cannot_serve(self, capsys: pytest.CaptureFixture[str]) -> None:
+        status, out, _ = run("doctor --json", capsys)
+        report = json.loads(out)
+        assert status == 0
+        assert report["machine"]["cores"] >= 1
+        assert report["machine"]["memory_bytes"] > 0
+        assert all((row["serves"] == "yes") == (row["reason"] == "") for row in report["providers"])
+        assert run("doctor", capsys)[1].startswith("fact")
+
+    def test_help_of_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for command in ("serve", "generate", "chat", "plugins", "doctor", "config", "capacity", "version"):
+            status, out, err = run(f"{command} --help", capsys)
+            assert (status, err) == (0, "")
+            assert f"enginectl {command}" in out
+
+
+class TestConfigCommand:
+    def test_toml_resolves_to_the_same_configuration(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        line = (
+            "config M --max-num-seqs 8 --dtype bf16 --kv-cache-memory-bytes 4GiB --plugins fcfs --attention torch "
+            "--served-model-name s --no-log-requests"
+        )
+        first = json.loads(run(f"{line} --json", capsys)[1])
+        toml = tmp_path / "c.toml"
+        toml.write_text(run(line, capsys)[1])
+        again = json.loads(run(f"config --config {toml} --json", capsys)[1])
+        assert again["values"] == first["values"]
+        assert first["values"]["kv_cache_memory_bytes"] == 4 << 30
+        everything = tmp_path / "all.toml"
+        everything.write_text(run(f"{line} --all", capsys)[1])
+        assert json.loads(run(f"config --config {everything} --json", capsys)[1])["values"] == first["values"]
+
+    def test_tables_resolve_to_the_same_configuration(self, tmp_path: Path) -> None:
+        flags = {
+            "model": "M",
+            "enable_lora": True,
+            "lora_modules": ["a.b=/x", "ü=/y"],
+            "plugins": ["n-gram"],
+            "sampler": "s",
+        }
+        sections = {"n-gram": {"k": "4", "name": 'quote " and \\'}}
+        first = resolve(flags, plugin_flags=sections, environ={}, installed=["n-gram"])
+        toml = tmp_path / "c.toml"
+        toml.write_text("\n".join(as_toml(first, everything=False)), encoding="utf-8")
+        again = resolve({}, environ={}, config_file=toml, installed=["n-gram"])
+        assert again.engine == first.engine
+        assert again.engine.lora_modules == {"a.b": "/x", "ü": "/y"}
+
+    def test_origins(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ENGINECTL_SEED", "5")
+        report = json.loads(run("config M --port 1 --json", capsys)[1])
+        assert report["origins"]["seed"] == "environment variable ENGINECTL_SEED"
+        assert report["origins"]["port"] == "--port"
+        assert report["origins"]["model"] == "MODEL"
+        assert report["origins"]["host"] == "default"
+        assert "seed = 5  # environment variable ENGINECTL_SEED" in run("config M", capsys)[1]
+
+    def test_keys_are_never_printed(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for form in ("", "--json", "--all"):
+            _, out, _ = run(f"config M --api-key sesame --admin-api-key open {form}", capsys)
+            assert "sesame" not in out
+            assert "open" not in out.replace("openai", "")
+            assert "1 hidden" in out
+
+
+class TestStartUp:
+    @pytest.mark.parametrize("line", [["--help"], ["plugins"], ["doctor"], ["config", "M"], ["serve", "--help"]])
+    def test_nothing_heavy_is_imported(self, line: list[str]) -> None:
+        code = (
+            "import sys\nfrom enginectl.cli import main\n"
+            f"status = main({line!r})\nprint(status, *sorted(set(sys.modules) & set({HEAVY!r})), file=sys.stderr)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stderr.split() == ["0"]
+
+    @pytest.mark.parametrize("line", [["--help"], ["plugins"]])
+    def test_it_answers_at_once(self, line: list[str]) -> None:
+        """Half a second is the aim; the bound leaves room for a machine that is busy with other tests."""
+        command = [sys.executable, "-c", "from enginectl.cli import main; raise SystemExit(main())", *line]
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            subprocess.run(command, capture_output=True, check=True)
+            times.append(time.perf_counter() - start)
+        assert min(times) < 1.0
