@@ -18,7 +18,7 @@ from enginectl.builtin.sampling.rows import RaggedRows
 from enginectl.builtin.sampling.sampler import TorchSampler
 from enginectl.config import EngineConfig
 from enginectl.context import BuildContext, Machine
-from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch
+from enginectl.interfaces.sampler import LogitsProcessor, RowParts, SampleBatch
 from enginectl.testing.tolerances import TOLERANCES
 from enginectl.types import SamplingParams
 
@@ -244,19 +244,22 @@ def _context(**changes: Any) -> BuildContext:
         (sampling.build_allowed_token_ids, AllowedTokens),
     ],
 )
-def test_factories_make_room_for_max_num_seqs(factory: Any, kind: type) -> None:
-    part: Any = factory(_context())
+def test_factories_make_room_for_max_num_seqs(factory: Any, kind: type[RowParts]) -> None:
+    part = factory(_context())
     assert type(part) is kind
     part.add_row(ROWS - 1, PLAIN, 0, 0, 1)
     with pytest.raises(IndexError):
         part.add_row(ROWS, PLAIN, 0, 0, 1)
 
 
-def test_the_eos_set_is_cores_or_the_checkpoints() -> None:
+def test_min_tokens_takes_the_eos_set_from_the_checkpoint() -> None:
+    """Law 14b."""
     checkpoint = SimpleNamespace(generation_config={"eos_token_id": [7, 2]}, config={"eos_token_id": 5})
-    assert sampling.eos_token_ids(_context()) == ()
-    assert sampling.eos_token_ids(_context(checkpoint=checkpoint)) == (2, 5, 7)
-    assert sampling.eos_token_ids(_context(checkpoint=checkpoint, parts={"eos_token_ids": (9,)})) == (9,)
+    for context, ends in ((_context(checkpoint=checkpoint), [2, 5, 7]), (_context(), [])):
+        processor = sampling.build_min_tokens(context)
+        add(processor, 4, SamplingParams(min_tokens=9))
+        masked = torch.isinf(applied(processor, batch([4], [int(PROMPT_LENS[4])])))
+        assert masked[0].nonzero()[:, 0].tolist() == ends
 
 
 def test_a_cleared_list_has_no_entries() -> None:

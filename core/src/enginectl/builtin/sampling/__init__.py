@@ -5,8 +5,7 @@ This module holds the factories that the providers name. It imports torch only w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from enginectl.context import BuildContext
@@ -44,8 +43,9 @@ def build_bad_words(ctx: BuildContext) -> LogitsProcessor:
 def build_min_tokens(ctx: BuildContext) -> LogitsProcessor:
     """No end before so many output tokens."""
     from enginectl.builtin.sampling.masks import MinTokens
+    from enginectl.resolve import eos_token_ids
 
-    return MinTokens(ctx.engine.max_num_seqs, eos_token_ids(ctx))
+    return MinTokens(ctx.engine.max_num_seqs, eos_token_ids(ctx.checkpoint) if ctx.checkpoint else ())
 
 
 def build_allowed_token_ids(ctx: BuildContext) -> LogitsProcessor:
@@ -53,20 +53,3 @@ def build_allowed_token_ids(ctx: BuildContext) -> LogitsProcessor:
     from enginectl.builtin.sampling.masks import AllowedTokens
 
     return AllowedTokens(ctx.engine.max_num_seqs)
-
-
-def eos_token_ids(ctx: BuildContext) -> tuple[int, ...]:
-    """The model's EOS set: what core resolved (`ctx.parts["eos_token_ids"]`), else what the checkpoint declares."""
-    resolved = ctx.parts.get("eos_token_ids")
-    if resolved is not None:
-        return tuple(sorted(set(resolved)))
-    if ctx.checkpoint is None:
-        return ()
-    declared = (ctx.checkpoint.generation_config.get("eos_token_id"), ctx.checkpoint.config.get("eos_token_id"))
-    return tuple(sorted({token for value in declared for token in _as_ids(value)}))
-
-
-def _as_ids(value: Any) -> Iterable[int]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
