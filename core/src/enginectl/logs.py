@@ -47,7 +47,7 @@ def configure_logging(config: LogConfig, *, process: str = "api", stream: TextIO
 
 def component(process: str, logger: str) -> str:
     """`engine/plugins` for the logger `enginectl.plugins` in the engine process."""
-    name = logger.removeprefix("enginectl").lstrip(".")
+    name = logger.removeprefix("enginectl").lstrip(".").replace("uvicorn.error", "uvicorn")  # not only errors
     return f"{process}/{name}" if name else process
 
 

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from enginectl import hookimpl
 from enginectl.cli import main
+from enginectl.cli.app import _add_plugin_commands
 from enginectl.cli.config import as_toml
 from enginectl.config_sources import resolve
+from enginectl.plugins import Plugin, PluginHost
 
 HEAVY = ("torch", "transformers", "starlette", "uvicorn", "triton", "numpy", "tokenizers", "asyncio")
 
@@ -200,6 +204,34 @@ class TestConfigCommand:
             assert "sesame" not in out
             assert "open" not in out.replace("openai", "")
             assert "1 hidden" in out
+
+
+def test_plugins_add_commands_and_replace_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plugin whose hook raises costs a warning, not the command line."""
+    app = typer.Typer()
+
+    def greet() -> None:
+        """Say hello."""
+
+    class Good:
+        @hookimpl
+        def enginectl_commands(self, app: typer.Typer) -> None:
+            app.command("greet")(greet)
+            app.command("serve")(greet)
+
+    class Bad:
+        @hookimpl
+        def enginectl_commands(self, app: typer.Typer) -> None:
+            raise RuntimeError("boom")
+
+    host = PluginHost()
+    host.register(Good(), Plugin("good", "dist", "1", "x"))
+    host.register(Bad(), Plugin("bad", "dist", "1", "x"))
+    app.command("serve")(lambda: None)
+    _add_plugin_commands(app, host)
+    assert [command.name for command in app.registered_commands] == ["serve", "greet"]
+    assert app.registered_commands[0].callback is not greet
+    assert capsys.readouterr().err == "warning: plugin 'bad' adds no commands: boom\n"
 
 
 class TestStartUp:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from enginectl.cli.errors import INTERRUPTED, report
 from enginectl.cli.generate import generate_command
 from enginectl.cli.plugins import plugins_command
 from enginectl.cli.serve import serve_command
+
+if TYPE_CHECKING:
+    from enginectl.plugins import PluginHost
 
 CONFIG_COMMANDS = frozenset({"serve", "generate", "chat", "config"})
 """Commands whose `--plugin.option value` flags are plugin options."""
@@ -92,8 +95,21 @@ def _run(arguments: Arguments) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _add_plugin_commands(app: typer.Typer) -> None:
-    """Let plugins add commands. A command of core's never waits for them, and none can replace it."""
+def _add_plugin_commands(app: typer.Typer, host: PluginHost | None = None) -> None:
+    """Let plugins add commands. One that fails is reported and the others go on; none can replace core's."""
     from enginectl.plugins import PluginHost
 
-    PluginHost().hook.enginectl_commands(app=app)
+    core = list(app.registered_commands)
+    for hook in (host or PluginHost()).hook.enginectl_commands.get_hookimpls():
+        try:
+            hook.function(*(app for _ in hook.argnames))
+        except Exception as error:
+            print(f"warning: plugin {hook.plugin_name!r} adds no commands: {error}", file=sys.stderr)
+    taken = {command.name for command in core}
+    added = [command for command in app.registered_commands[len(core) :] if _name(command) not in taken]
+    app.registered_commands[:] = [*core, *added]
+
+
+def _name(command: Any) -> str | None:
+    """The name typer will give a command."""
+    return command.name or (command.callback.__name__.lower().replace("_", "-") if command.callback else None)

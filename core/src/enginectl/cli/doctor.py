@@ -18,15 +18,12 @@ def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
 ) -> None:
     """Look at this machine and say which providers can serve on it, and why the others cannot."""
-    import logging
-
+    from enginectl.cli.startup import discover_quietly
     from enginectl.cli.tables import print_json, print_table
     from enginectl.machine import detect_machine
-    from enginectl.plugins import PluginHost
 
-    logging.getLogger("enginectl.plugins").setLevel(logging.CRITICAL)
     machine = detect_machine()
-    rows = provider_rows(PluginHost(), machine)
+    rows = provider_rows(discover_quietly(), machine)
     notes = machine_notes(machine)
     if as_json:
         print_json({"machine": machine_facts(machine), "providers": rows, "notes": notes})

@@ -17,20 +17,16 @@ def plugins_command(
 
     `enginectl doctor` says which of them can serve on this machine.
     """
-    import logging
-
+    from enginectl.cli.startup import discover_quietly
     from enginectl.cli.tables import print_json, print_table
     from enginectl.errors import UsageError, unknown
-    from enginectl.plugins import PluginHost
     from enginectl.provider import Role
 
     wanted = role.replace("-", "_") if role else None
     roles = [known.value for known in Role]
     if wanted is not None and wanted not in roles:
         raise UsageError(unknown("role", wanted, roles))
-    # A plugin that failed is a row here; its warning would only say the same.
-    logging.getLogger("enginectl.plugins").setLevel(logging.CRITICAL)
-    rows = [row for row in PluginHost().describe() if wanted in (None, row["role"])]
+    rows = [row for row in discover_quietly().describe() if wanted in (None, row["role"])]
     if as_json:
         print_json(rows)
     else:

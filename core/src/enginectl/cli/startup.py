@@ -68,6 +68,19 @@ def check_plugins(config: EngineConfig) -> PluginHost:
     return host
 
 
+def discover_quietly() -> PluginHost:
+    """Every plugin, for commands that show failed ones in their own way: no warnings."""
+    from enginectl.plugins import PluginHost
+
+    logger = logging.getLogger("enginectl.plugins")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        return PluginHost()
+    finally:
+        logger.setLevel(level)
+
+
 async def launch_engine(resolved: Resolved, host: PluginHost) -> Started:
     """Start the engine process and wait until it serves. Raises EnginectlError with what stood in the way.
 
