@@ -20,7 +20,8 @@ from enginectl.errors import ModelError
 from enginectl.interfaces.model import ForwardInput, Model
 from enginectl.interfaces.weights import Checkpoint
 from enginectl.provider import Provider, Role
-from enginectl.testing.attention import MUTANTS, context_for, layer_spec
+from enginectl.testing.attention import context_for, layer_spec
+from enginectl.testing.attention_mutants import MUTANTS
 from enginectl.testing.greedy import allocate, greedy_decode
 from enginectl.testing.paging import Pages
 from enginectl.testing.tiny_models import CONFIGS, WINDOW, save_tiny_model, tiny_config, tiny_model

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from enginectl.provider import Provider, Role
-from enginectl.testing.attention import MUTANTS, AttentionConformance, layer_spec, reference_attention
+from enginectl.testing.attention import AttentionConformance, layer_spec, reference_attention
+from enginectl.testing.attention_mutants import MUTANTS
 
 TORCH = Provider(Role.ATTENTION, "torch", "enginectl.builtin.attention_torch:build")
 

@@ -34,8 +34,9 @@ def meta_module(checkpoint: Checkpoint, dtype: torch.dtype, implementation: str)
             config, attn_implementation=implementation, dtype=dtype
         )
     for part in module.modules():
-        if "dynamic" in str(getattr(part, "rope_type", "")):  # it would read the longest position, which is no data
-            part.rope_type = "default" if isinstance(part.rope_type, str) else dict.fromkeys(part.rope_type, "default")
+        kind = getattr(part, "rope_type", "")
+        if "dynamic" in str(kind) or "longrope" in str(kind):  # they would read the longest position of the batch
+            part.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
     return module.eval()
 
 
