@@ -154,6 +154,15 @@ def test_characters_are_emitted_as_soon_as_they_are_complete() -> None:
         assert got[6].endswith("b")
 
 
+def test_half_a_surrogate_is_two_errors() -> None:
+    """ED A0 begins no character, though Python's incremental decoder waits for a third byte."""
+    for name in WITH_BYTES:
+        assert streamed(name, spell(name, b"\xed\xa0")) == "\ufffd\ufffd"
+        assert streamed(name, spell(name, b"\xed\xa0b"), [], [2]) == "\ufffd\ufffdb"
+        assert streamed(name, spell(name, b"\x80"), spell(name, b"a\xed\xa0")) == "\ufffd"
+        assert streamed(name, spell(name, b"\xa0"), spell(name, b"a\xed")) == "\ufffd"
+
+
 def test_leading_space_depends_on_whether_text_comes_before() -> None:
     """A decoder that strips a text's first space does so only where no prompt text comes before."""
     tokenizer = TOKENIZERS["llama"]

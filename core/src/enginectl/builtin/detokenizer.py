@@ -116,19 +116,13 @@ class PieceStream(TextStream):
         """Decode what is complete; keep an incomplete character pending."""
         data = self._pending + data
         while data:
-            try:
-                text, num_used = codecs.utf_8_decode(data, "strict", False)
-                bad = 0
-            except UnicodeDecodeError as error:
-                text, num_used, bad = data[: error.start].decode(), error.end, error.end - error.start
+            text, num_bad, data = _decode_some(data)
             if text:
                 self._num_prompt_bytes = 0
                 parts.append(text)
-            if bad:
-                parts.append(self._replacements(bad))
-            data = data[num_used:]
-            if not num_used or not bad:
+            if not num_bad:
                 break
+            parts.append(self._replacements(num_bad))
         self._pending = data
 
     def _give_up(self) -> str:
@@ -157,6 +151,21 @@ class PieceStream(TextStream):
         return text
 
 
+def _decode_some(data: bytes) -> tuple[str, int, bytes]:
+    """The characters up to the first error, the length of the malformed sequence there, and the bytes after it.
+
+    Without an error the rest is the beginning of a character, or empty.
+    """
+    try:
+        text, num_used = codecs.utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError as error:
+        return data[: error.start].decode(), error.end - error.start, data[error.end :]
+    rest = data[num_used:]
+    if len(rest) >= 2 and rest[0] == 0xED and rest[1] >= 0xA0:  # a surrogate, which codecs waits for and never accepts
+        return text, 1, rest[1:]
+    return text, 0, rest
+
+
 def _strips_left(tail: list[str | bytes], strip: str, most: int) -> int:
     """How many more `strip` would come off a text that begins with the prompt."""
     text = "".join(piece if isinstance(piece, str) else REPLACEMENT for piece in tail)
@@ -173,10 +182,8 @@ def _incomplete_end(tail: list[str | bytes]) -> bytes:
         data = piece + data
     for start in range(len(data) - 1, max(-1, len(data) - 4), -1):
         if data[start] & 0xC0 != 0x80:  # not a continuation byte: the last character starts here
-            try:
-                return data[start:] if codecs.utf_8_decode(data[start:], "strict", False)[1] == 0 else b""
-            except UnicodeDecodeError:
-                return b""
+            _, num_bad, rest = _decode_some(data[start:])
+            return b"" if num_bad else rest
     return b""
 
 
