@@ -16,7 +16,7 @@ HEADER = struct.Struct("<I")
 """Length of the message that follows, bytes."""
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """First message to an engine process: what to assemble. adapters: loaded at run time, to be loaded again."""
 
     config: EngineConfig
@@ -36,7 +36,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     keys: list[int]
 
 
-class Control(msgspec.Struct, frozen=True, tag=True):
+class Control(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A control message: reset_prefix_cache, load_adapter, unload_adapter, list_adapters, or a plugin's own."""
 
     id: int
@@ -44,23 +44,23 @@ class Control(msgspec.Struct, frozen=True, tag=True):
     arguments: dict[str, Any]
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Start-up has reached this stage."""
 
     stage: str
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The engine serves."""
 
     info: EngineInfo
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The engine cannot start or go on. exit_status: 2 for a usage error, 1 otherwise."""
 
     message: str
@@ -74,7 +74,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     outputs: StepOutputs
 
 
-class Reply(msgspec.Struct, frozen=True, tag=True):
+class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Answer to a control message; error is set if it was refused."""
 
     id: int

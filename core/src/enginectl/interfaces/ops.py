@@ -1,37 +1,131 @@
-"""Op sets: the operations a native model is written in, per device."""
+"""Op sets: what a native model is written in, per device.
+
+A native decoder layer is two calls around attention: `Block.before` (norm, fused QKV, biases, q/k norms, RoPE) and
+`Block.after` (output projection, residual, norms, MLP, residual). An op set may build whole blocks of its own (fused,
+in native code) for the structures it knows, and otherwise offers linears and norms from which core builds them.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Op = Callable[["Tensor"], "Tensor"]
+"""Rows in, rows out: [num_tokens, in] to [num_tokens, out], same dtype."""
+
+
+class BlockSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The structure of one decoder layer.
+
+    Sizes in elements. norm: "rms" (weight), "rms_plus_one" (1 + weight, Gemma). activation: "silu", "gelu_tanh".
+    rotary_dim: first elements of a head that RoPE turns (half-split pairs). qk_norm: RMSNorm on each head of q and k
+    before RoPE, or on the whole projection ("flat", OLMo 2). norm_order: "pre" (before each half), "post" (after each
+    half, OLMo 2), "sandwich" (both, Gemma 2). residual_scale multiplies what each half adds (Granite). num_experts: 0
+    for a dense MLP; top_k of them per token, weights normalised over the chosen ones if norm_topk. no_rope: the layer
+    turns nothing (SmolLM3).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    norm: str = "rms"
+    norm_order: str = "pre"
+    activation: str = "silu"
+    rotary_dim: int = 0
+    no_rope: bool = False
+    qk_norm: str | None = None
+    residual_scale: float = 1.0
+    num_experts: int = 0
+    top_k: int = 0
+    norm_topk: bool = True
+
+
+@dataclass(slots=True)
+class BlockWeights:
+    """One layer's tensors, on the CPU or the device, in the compute dtype; None where the structure has none.
+
+    qkv: [(num_heads + 2 * num_kv_heads) * head_dim, hidden] rows q, k, v. gate_up: [2 * intermediate, hidden] rows
+    gate, up (with experts: [num_experts, ...]). Norm weights are [hidden] or [head_dim].
+    """
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    router: Tensor | None = None
+    attention_norm: Tensor | None = None
+    attention_post_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+class Block(ABC):
+    """One decoder layer without its attention. Adapters wrap `linears` by name: qkv, output, gate_up, down."""
+
+    @abstractmethod
+    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], after RoPE.
+
+        hidden: [num_tokens, hidden_size], unchanged. cos, sin: [num_tokens, rotary_dim], fp32.
+        Called: once per layer per step.
+        """
+
+    @abstractmethod
+    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The hidden rows after this layer; `hidden` may be updated in place and returned.
+
+        attended: [num_tokens, num_heads * head_dim]. Called: once per layer per step.
+        """
+
+
+class Head(ABC):
+    """Final norm and output projection over the rows that need logits."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [n, vocab_size] from hidden rows [n, hidden_size] before the final norm."""
+
+    def greedy(self, hidden: Tensor) -> Tensor | None:
+        """Ids [n] int64 of the largest logits, lowest id on ties, without making the logits; None if not offered."""
+        return None
+
 
 class OpSet(ABC):
-    """Linears, norms, RoPE and activations on one device. Rows of one call must not influence each other's bits where
-    the provider claims batch invariance.
+    """Operations on one device.
+
+    batch_invariant: a row's bits do not depend on the other rows of a call, nor on their number, nor on threads.
     """
 
     batch_invariant: bool = False
 
     @abstractmethod
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
-        """Lay out a weight [out, in] for this device once. Called: at load."""
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Op:
+        """Lay out weight [out, in] for this device, once, and return the op. Called: at load."""
 
     @abstractmethod
-    def linear(self, x: Tensor, packed: Any) -> Tensor:
-        """x [num_tokens, in] to [num_tokens, out]."""
+    def rms_norm(self, weight: Tensor, eps: float, *, plus_one: bool = False) -> Op:
+        """RMSNorm over the last dimension, computed in fp32. Called: at load."""
 
-    @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-        """RMSNorm of x (+ residual, which is updated in place to the sum). [num_tokens, hidden]."""
+    def block(self, spec: BlockSpec, weights: BlockWeights) -> Block | None:
+        """A fused block for this structure, or None: then core builds it from linears and norms. Called: at load."""
+        return None
 
-    @abstractmethod
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate q [num_tokens, heads, dim] and k in place by cos, sin [num_tokens, dim]."""
-
-    @abstractmethod
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up from [num_tokens, 2 * intermediate]."""
+    def head(self, norm: Tensor | None, weight: Tensor, spec: BlockSpec) -> Head | None:
+        """A fused head, or None. weight: [vocab_size, hidden]. Called: at load."""
+        return None
