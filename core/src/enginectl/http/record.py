@@ -18,7 +18,10 @@ _REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Filled in by the handler. Times are time.monotonic() seconds. tenant: the API key's number, "" without keys."""
+    """Filled in by the handler. Times are time.monotonic() seconds. tenant: the API key's number, "" without keys.
+
+    suffix: makes an id from a header unique inside the engine, since proxies give one id to several requests.
+    """
 
     request_id: str
     started_s: float = field(default_factory=time.monotonic)
@@ -28,6 +31,11 @@ class RequestRecord:
     first_token_s: float | None = None
     tenant: str = ""
     client_gone: bool = False
+    suffix: str = ""
+
+    def name(self, request_id: str) -> None:
+        """Take the id from the body, which the caller promises to be unique."""
+        self.request_id, self.suffix = request_id, ""
 
     def saw_token(self) -> None:
         """The first token arrived; later calls change nothing."""
@@ -37,8 +45,9 @@ class RequestRecord:
 
 def new_record(wanted_id: str | None) -> RequestRecord:
     """A record under the caller's id when it is fit for a header and a log line, else under a new one."""
-    usable = wanted_id is not None and _REQUEST_ID.fullmatch(wanted_id) is not None
-    return RequestRecord(wanted_id if usable and wanted_id else uuid.uuid4().hex)
+    if wanted_id is not None and _REQUEST_ID.fullmatch(wanted_id) is not None:
+        return RequestRecord(wanted_id, suffix=f"-{uuid.uuid4().hex[:12]}")
+    return RequestRecord(uuid.uuid4().hex)
 
 
 def attach(scope: MutableMapping[str, Any], record: RequestRecord) -> None:

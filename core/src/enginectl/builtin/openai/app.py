@@ -14,7 +14,7 @@ from enginectl.builtin.openai.logprobs import TokenTexts
 from enginectl.builtin.openai.models import Models
 from enginectl.builtin.openai.names import ModelNames, served_names
 from enginectl.builtin.openai.openapi import describe_routes
-from enginectl.builtin.openai.prompts import Prompts, load_template
+from enginectl.builtin.openai.prompts import Prompts
 from enginectl.builtin.openai.status import Status
 from enginectl.builtin.openai.tokenize import Tokenization
 from enginectl.config import ServerConfig
@@ -26,10 +26,10 @@ class OpenAIFrontend(Frontend):
     """Chat and text completions as OpenAI defines them, and the routes that users of other engines expect beside."""
 
     def routes(self, ctx: FrontendContext) -> Sequence[BaseRoute]:
-        """Raises ConfigError for an unreadable chat template or a parser that nothing provides."""
+        """Raises ConfigError for a parser that nothing provides."""
         _refuse_parsers(ctx.server)
         names = ModelNames(ctx.client, served_names(ctx.engine, ctx.server), ctx.engine.lora_modules)
-        prompts = Prompts(ctx.tokenizer, load_template(ctx.server.chat_template))
+        prompts = Prompts(ctx.tokenizer)
         texts = TokenTexts(ctx.tokenizer)
         chat = ChatCompletions(ctx, names, prompts, texts)
         completions = TextCompletions(ctx, names, prompts, texts)

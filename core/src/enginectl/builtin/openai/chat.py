@@ -13,7 +13,7 @@ from enginectl.builtin.openai.answers import ChatAnswer, ChatChoice, ChatMessage
 from enginectl.builtin.openai.features import refuse_unsupported
 from enginectl.builtin.openai.generation import Collected, Job, collect
 from enginectl.builtin.openai.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from enginectl.builtin.openai.messages import Message
+from enginectl.builtin.openai.messages import Message, text_of
 from enginectl.builtin.openai.names import ModelNames
 from enginectl.builtin.openai.params import (
     check_num_logprobs,
@@ -63,14 +63,15 @@ class ChatCompletions:
             raise RequestError("max_tokens must be at least 1", param="max_tokens")
         params = self._params(body, asked)
         prompt, messages = await self._prompts.from_chat(body)
-        prompt = fit(prompt, info, truncate=body.truncate_prompt_tokens, max_tokens=asked)
+        prompt = fit(prompt, info, truncate=body.truncate_prompt_tokens, max_tokens=asked, param="messages")
         if asked is None:
             fallback = default_max_tokens(info, len(prompt.token_ids))
             params = msgspec.structs.replace(params, max_tokens=fallback)
-        record.request_id = body.request_id or record.request_id
+        if body.request_id is not None:
+            record.name(body.request_id)
         answer_id = f"chatcmpl-{record.request_id}"
         generate = GenerateRequest(
-            request_id=answer_id,
+            request_id=f"{answer_id}{record.suffix}",
             prompt_token_ids=prompt.token_ids,
             params=params,
             adapter=adapter,
@@ -106,14 +107,13 @@ class ChatCompletions:
 
     def _echoed(self, messages: list[Message]) -> str:
         """With echo, the answer begins with the last message, which must be the assistant's."""
-        role, text = messages[-1]["role"], messages[-1]["content"]
+        role = messages[-1]["role"]
         if role != self._ctx.server.response_role:
             raise RequestError(
                 f"echo repeats the last message when its role is {self._ctx.server.response_role!r}; it is {role!r}",
                 param="echo",
             )
-        assert isinstance(text, str), "prepared messages have text"
-        return text
+        return text_of(messages[-1])
 
     def _answer(self, body: ChatRequest, job: Job, choices: list[Collected]) -> ChatAnswer:
         echo = job.echo[0] if job.echo else ""

@@ -10,10 +10,10 @@ from starlette.responses import Response
 from enginectl.builtin.openai.answers import PromptLogprobs, TextAnswer, TextChoice, TextLogprobs
 from enginectl.builtin.openai.features import refuse_unsupported
 from enginectl.builtin.openai.generation import Collected, Job, collect
-from enginectl.builtin.openai.logprobs import TokenTexts, prompt_logprobs, text_logprobs, text_offsets
+from enginectl.builtin.openai.logprobs import TextOffsets, TokenTexts, prompt_logprobs, text_logprobs
 from enginectl.builtin.openai.names import ModelNames
 from enginectl.builtin.openai.params import check_num_logprobs, default_max_tokens, sampling_params
-from enginectl.builtin.openai.prompts import Prompt, Prompts, fit
+from enginectl.builtin.openai.prompts import Prompt, Prompts, fit, with_text
 from enginectl.builtin.openai.protocol import CompletionRequest
 from enginectl.builtin.openai.sse import Extras, Shape, event_frames
 from enginectl.errors import RequestError
@@ -57,12 +57,13 @@ class TextCompletions:
             fit(prompt, info, truncate=body.truncate_prompt_tokens, max_tokens=asked)
             for prompt in await self._read_prompts(body)
         ]
-        record.request_id = body.request_id or record.request_id
+        if body.request_id is not None:
+            record.name(body.request_id)
         answer_id = f"cmpl-{record.request_id}"
-        several = len(prompts) > 1
+        engine_id = f"{answer_id}{record.suffix}"
         requests = [
             GenerateRequest(
-                request_id=f"{answer_id}-{place}" if several else answer_id,
+                request_id=f"{engine_id}-{place}" if len(prompts) > 1 else engine_id,
                 prompt_token_ids=prompt.token_ids,
                 params=params if asked is not None else self._with_default_length(params, prompt),
                 adapter=adapter,
@@ -70,6 +71,7 @@ class TextCompletions:
                 cache_salt=body.cache_salt,
                 tenant=record.tenant or body.user or "",
                 timeout_s=body.timeout,
+                choice_offset=place * params.n,
             )
             for place, prompt in enumerate(prompts)
         ]
@@ -147,7 +149,7 @@ class TextCompletions:
     def _echoed(self, prompt: Prompt, params: SamplingParams) -> str:
         if prompt.text is not None:
             return prompt.text
-        text = self._ctx.tokenizer.decode(prompt.token_ids, skip_special_tokens=params.skip_special_tokens)
+        text = with_text(self._ctx.tokenizer).decode(prompt.token_ids, skip_special_tokens=params.skip_special_tokens)
         assert isinstance(text, str), "decoding gives text"
         return text
 
@@ -177,16 +179,17 @@ class TextCompletions:
     def _whole_logprobs(self, body: CompletionRequest, job: Job, place: int, choice: Collected) -> TextLogprobs | None:
         if body.logprobs is None:
             return None
-        echo = job.echo[place] if job.echo else ""
         pieces = [self._echo_logprobs(body, job, place, choice.prompt_logprobs)] if job.echo else []
-        start = len(echo)
-        for text, first, last in zip(
-            choice.texts, choice.chunk_starts, [*choice.chunk_starts[1:], len(choice.token_ids)], strict=True
-        ):
-            ids, entries = choice.token_ids[first:last], choice.logprobs[first:last]
-            offsets = text_offsets(ids, text, start, self._texts)
-            pieces.append(text_logprobs(entries, ids, offsets, body.logprobs, self._texts))
-            start += len(text)
+        offsets = self._offsets(job, place)
+        pieces.append(
+            text_logprobs(
+                choice.logprobs,
+                choice.token_ids,
+                offsets.take(choice.token_ids, choice.text),
+                body.logprobs,
+                self._texts,
+            )
+        )
         return TextLogprobs(
             [offset for piece in pieces for offset in piece.text_offset],
             [logprob for piece in pieces for logprob in piece.token_logprobs],
@@ -198,10 +201,28 @@ class TextCompletions:
         self, body: CompletionRequest, job: Job, place: int, entries: tuple[TokenLogprobs | None, ...] | None
     ) -> TextLogprobs:
         assert job.echo is not None, "only called with echo"
-        ids, info = job.prompts[place].token_ids, self._ctx.client.info
-        unseen = frozenset(info.eos_token_ids) | ({info.bos_token_id} if info.bos_token_id is not None else set())
-        offsets = text_offsets(ids, job.echo[place], 0, self._texts, unseen)
-        return text_logprobs(entries or (None,) * len(ids), ids, offsets, body.logprobs or 0, self._texts)
+        prompt, text = job.prompts[place], job.echo[place]
+        offsets = TextOffsets(self._texts, unseen=self._unseen_in_echo(job, place), starts_text=True)
+        places = offsets.take(prompt.token_ids, text)
+        values = entries or (None,) * len(prompt.token_ids)
+        return text_logprobs(values, prompt.token_ids, places, body.logprobs or 0, self._texts)
+
+    def _unseen_in_echo(self, job: Job, place: int) -> frozenset[int]:
+        """Special tokens that the echoed text lacks: what was put in front of a text, or what decoding skips."""
+        prompt, params = job.prompts[place], job.requests[place].params
+        if prompt.text is None:
+            return self._texts.special_ids if params.skip_special_tokens else frozenset()
+        added = prompt.token_ids[0]
+        written = prompt.text.startswith(self._texts.get(added)[0])
+        return self._texts.special_ids & {added} if not written else frozenset()
+
+    def _offsets(self, job: Job, place: int) -> TextOffsets:
+        params = job.requests[place].params
+        return TextOffsets(
+            self._texts,
+            start=len(job.echo[place]) if job.echo else 0,
+            unseen=self._texts.special_ids if params.skip_special_tokens else frozenset(),
+        )
 
     def _of_prompt(self, body: CompletionRequest, entries: tuple[TokenLogprobs | None, ...] | None) -> PromptLogprobs:
         return prompt_logprobs(entries or (), body.prompt_logprobs or 0, self._texts)
@@ -210,7 +231,7 @@ class TextCompletions:
 
     def _shape(self, body: CompletionRequest, job: Job) -> Shape:
         options = body.stream_options
-        starts = [len(job.echo[index // job.n]) if job.echo else 0 for index in range(job.num_choices)]
+        offsets = [self._offsets(job, index // job.n) for index in range(job.num_choices)]
 
         def first(index: int, chunk: OutputChunk) -> tuple[bytes, Extras, Extras] | None:
             place = index // job.n
@@ -226,9 +247,8 @@ class TextCompletions:
             return msgspec.json.encode(job.echo[place]), members, {}
 
         def logprobs(index: int, chunk: OutputChunk) -> TextLogprobs:
-            offsets = text_offsets(chunk.token_ids, chunk.text, starts[index], self._texts)
-            starts[index] += len(chunk.text)
-            return text_logprobs(chunk.logprobs or (), chunk.token_ids, offsets, body.logprobs or 0, self._texts)
+            places = offsets[index].take(chunk.token_ids, chunk.text)
+            return text_logprobs(chunk.logprobs or (), chunk.token_ids, places, body.logprobs or 0, self._texts)
 
         return Shape(
             kind="text_completion",

@@ -128,7 +128,6 @@ class Collected:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    chunk_starts: list[int] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason = FinishReason.ABORT
     stop_reason: str | int | None = None
@@ -151,7 +150,6 @@ async def collect(client: EngineClient, job: Job) -> list[Collected]:
 
 
 def _append(choice: Collected, chunk: OutputChunk) -> None:
-    choice.chunk_starts.append(len(choice.token_ids))
     choice.texts.append(chunk.text)
     choice.token_ids.extend(chunk.token_ids)
     choice.logprobs.extend(chunk.logprobs or ())

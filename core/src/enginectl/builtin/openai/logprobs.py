@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from enginectl.builtin.openai.answers import (
 )
 from enginectl.types import TokenLogprobs
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
 
@@ -24,12 +27,13 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, bytes]] = {}
+        self.special_ids: frozenset[int] = frozenset() if tokenizer is None else tokenizer.special_ids
 
     def get(self, token_id: int) -> tuple[str, bytes]:
         r"""Text and bytes. A token that is not UTF-8 by itself reads `bytes:\xe2\x82`, so that no two look alike."""
         known = self._known.get(token_id)
         if known is None:
-            raw: bytes = self._tokenizer.token_bytes(token_id)
+            raw = b"" if self._tokenizer is None else bytes(self._tokenizer.token_bytes(token_id))
             try:
                 text = raw.decode()
             except UnicodeDecodeError:
@@ -99,24 +103,34 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST else LOWEST
 
 
-def text_offsets(
-    token_ids: Sequence[int], text: str, start: int, texts: TokenTexts, unseen: frozenset[int] = frozenset()
-) -> list[int]:
-    """Where each token begins in the text: characters before it, counting from `start`.
+class TextOffsets:
+    """Where tokens begin in a choice's text: characters before them, counting from `start`.
 
-    text: what the tokens became. unseen: ids that leave no text. A character of several tokens begins in each of them;
-    offsets never pass the end, which a stop string may have cut.
+    Depends on the tokens alone, not on how they come in chunks. unseen: ids that leave no text. starts_text: the
+    tokenizer may have dropped a space before the first word.
     """
-    offsets = []
-    end = start + len(text)
-    position = start
-    strip_space = bool(text) and not text.startswith(" ")
-    for token_id in token_ids:
-        raw = b"" if token_id in unseen else texts.get(token_id)[1]
-        if strip_space and raw:
-            # Tokenizers that mark words by a leading space drop it at the start of a text.
-            raw, strip_space = raw.removeprefix(b" "), False
-        inside = bool(raw) and raw[0] & 0xC0 == 0x80 and position > start
-        offsets.append(min(position - inside, end))
-        position += sum(byte & 0xC0 != 0x80 for byte in raw)
-    return offsets
+
+    def __init__(
+        self, texts: TokenTexts, *, start: int = 0, unseen: frozenset[int] = frozenset(), starts_text: bool = False
+    ) -> None:
+        self._texts = texts
+        self._next = self._end = start
+        self._unseen = unseen
+        self._starts_text = starts_text
+        self._decoder = _Utf8Decoder(errors="replace")
+
+    def take(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Offsets of the next tokens, whose chunk has this text. A character of several tokens begins in each of them.
+
+        No offset passes the end of the text, which a stop string may have cut.
+        """
+        self._end += len(text)
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(min(self._next, self._end))
+            raw = b"" if token_id in self._unseen else self._texts.get(token_id)[1]
+            if self._starts_text and raw:
+                self._starts_text = False
+                raw = raw if text.startswith(" ") else raw.removeprefix(b" ")
+            self._next += len(self._decoder.decode(raw))
+        return offsets

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from enginectl.builtin.openai.features import structured_outputs
+from enginectl.builtin.openai.prompts import with_text
 from enginectl.builtin.openai.protocol import INT64_MAX, GenerationFields
 from enginectl.engine.client import EngineInfo
 from enginectl.errors import RequestError
@@ -59,7 +60,7 @@ def sampling_params(
         logit_bias=body.logit_bias or None,
         allowed_token_ids=_tuple_or_none(body.allowed_token_ids),
         bad_words=bad_words,
-        bad_word_ids=tuple(tuple(ids) for ids in tokenizer.bad_word_ids(bad_words)) if bad_words else (),
+        bad_word_ids=tuple(tuple(ids) for ids in with_text(tokenizer).bad_word_ids(bad_words)) if bad_words else (),
         seed=None if body.seed is None or body.seed == DRAW_A_SEED else body.seed & INT64_MAX,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),

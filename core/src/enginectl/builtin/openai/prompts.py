@@ -6,13 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from enginectl.builtin.openai.messages import Message, prepare_messages
+from enginectl.builtin.openai.messages import Message, num_chars, prepare_messages
 from enginectl.builtin.openai.protocol import ChatRequest, TokenizeRequest
 from enginectl.engine.client import EngineInfo
-from enginectl.errors import ConfigError, RequestError
+from enginectl.errors import RequestError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,55 +60,45 @@ async def off_loop(num_chars: int, function: Callable[P, R], *args: P.args, **kw
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
-def load_template(given: str | None) -> str | None:
-    """The server's chat template: the contents of a file, or the text itself.
-
-    Raises ConfigError for a name that is neither.
-    """
-    if given is None or "{{" in given or "{%" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"chat_template {given!r} is neither a readable file nor a Jinja template: {exc}") from None
+def with_text(tokenizer: Any) -> Any:
+    """The tokenizer. Raises RequestError if the model has none: such a model reads and writes token ids only."""
+    if tokenizer is None:
+        raise RequestError(
+            "this model has no tokenizer; send token ids to /v1/completions, with return_token_ids: true",
+            code="no_tokenizer",
+        )
+    return tokenizer
 
 
 class Prompts:
-    """Makes prompts with one tokenizer."""
+    """Makes prompts with one tokenizer, which also has the model's or the server's chat template."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
 
     async def from_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
         """Tokenise texts."""
-        num_chars = sum(map(len, texts))
-        if len(texts) == 1 and num_chars <= INLINE_CHARS:
-            return [Prompt(list(self._tokenizer.encode(texts[0], add_special_tokens=add_special_tokens)), texts[0])]
-        encode = self._tokenizer.encode_batch
-        batch = await off_loop(num_chars, encode, list(texts), add_special_tokens=add_special_tokens)
+        encode = with_text(self._tokenizer).encode_batch
+        batch = await off_loop(sum(map(len, texts)), encode, list(texts), add_special_tokens=add_special_tokens)
         return [Prompt(list(ids), text) for ids, text in zip(batch, texts, strict=True)]
 
     async def from_chat(self, body: ChatRequest | TokenizeRequest) -> tuple[Prompt, list[Message]]:
         """Render and tokenise a conversation; also returns its messages as the template saw them."""
         assert body.messages is not None, "the caller has checked that there are messages"
+        encode_chat = with_text(self._tokenizer).encode_chat
         messages = prepare_messages(body.messages)
-        num_chars = sum(len(message["content"]) for message in messages)
-        if body.chat_template is not None:
-            # What a caller's template costs is unknown: never on the loop.
-            num_chars = max(num_chars, INLINE_CHARS + 1)
-        text = await off_loop(num_chars, self._render, body, messages)
-        if body.add_special_tokens:
-            token_ids = await off_loop(len(text), self._tokenizer.encode, text, add_special_tokens=True)
-        else:
-            token_ids = await off_loop(len(text), self._tokenizer.encode_chat, text)
+        # What a caller's own template costs is unknown: never on the loop.
+        size = INLINE_CHARS + 1 if body.chat_template is not None else num_chars(messages)
+        text = await off_loop(size, self._render, body, messages)
+        # Only an explicit false leaves out what belongs in front of every text; it is never put there twice.
+        options = {"add_special_tokens": False} if body.add_special_tokens is False else {}
+        token_ids = await off_loop(len(text), encode_chat, text, **options)
         return Prompt(list(token_ids), text), messages
 
     def _render(self, body: ChatRequest | TokenizeRequest, messages: list[Message]) -> str:
         options = _template_options(body)
-        template = body.chat_template if body.chat_template is not None else self._chat_template
         try:
-            text = self._tokenizer.apply_chat_template(messages, chat_template=template, **options)
+            text = self._tokenizer.apply_chat_template(messages, chat_template=body.chat_template, **options)
         except RequestError:
             raise
         except Exception as exc:
@@ -142,7 +131,9 @@ def _template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     }
 
 
-def fit(prompt: Prompt, info: EngineInfo, *, truncate: int | None, max_tokens: int | None) -> Prompt:
+def fit(
+    prompt: Prompt, info: EngineInfo, *, truncate: int | None, max_tokens: int | None, param: str = "prompt"
+) -> Prompt:
     """The prompt, cut to its last tokens if asked, once it is known to leave room for the output.
 
     truncate: how many tokens to keep, -1 for as many as fit. max_tokens: what is asked for, None for what fits.
@@ -160,14 +151,14 @@ def fit(prompt: Prompt, info: EngineInfo, *, truncate: int | None, max_tokens: i
             prompt = Prompt(prompt.token_ids[-keep:])
     num_tokens = len(prompt.token_ids)
     if num_tokens == 0:
-        raise RequestError("the prompt is empty", param="prompt", code="empty_prompt")
+        raise RequestError("the prompt is empty", param=param, code="empty_prompt")
     if num_tokens > room:
         asked = "at least 1 token of output" if max_tokens is None else f"max_tokens {max_tokens}"
         raise RequestError(
             f"the prompt has {num_tokens} tokens and needs room for {asked}, together {num_tokens + (max_tokens or 1)}; "
             f"this model's max_model_len is {info.max_model_len}. Shorten the prompt, set truncate_prompt_tokens or "
             "lower max_tokens",
-            param="prompt",
+            param=param,
             code="context_length_exceeded",
         )
     return prompt

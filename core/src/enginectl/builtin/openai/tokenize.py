@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from enginectl.builtin.openai.answers import DetokenizeAnswer, TokenizeAnswer
 from enginectl.builtin.openai.names import ModelNames
-from enginectl.builtin.openai.prompts import Prompts, off_loop
+from enginectl.builtin.openai.prompts import Prompts, off_loop, with_text
 from enginectl.builtin.openai.protocol import DetokenizeRequest, TokenizeRequest
 from enginectl.errors import RequestError
 from enginectl.http.body import JsonBody
@@ -40,13 +40,13 @@ class Tokenization:
         body = await self._tokenize_body.read(request)
         await self._names.resolve(body.model)
         token_ids = await self._token_ids(body)
-        to_token = self._ctx.tokenizer.id_to_token
+        to_token = with_text(self._ctx.tokenizer).id_to_token
         return json_response(
             TokenizeAnswer(
                 count=len(token_ids),
                 max_model_len=self._ctx.client.info.max_model_len,
                 tokens=token_ids,
-                token_strs=[to_token(token_id) for token_id in token_ids] if body.return_token_strs else UNSET,
+                token_strs=[to_token(token_id) or "" for token_id in token_ids] if body.return_token_strs else UNSET,
             )
         )
 
@@ -69,11 +69,11 @@ class Tokenization:
         """The text of token ids, special tokens included."""
         body = await self._detokenize_body.read(request)
         await self._names.resolve(body.model)
-        vocab_size = self._ctx.tokenizer.vocab_size
+        tokenizer = with_text(self._ctx.tokenizer)
+        vocab_size = tokenizer.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise RequestError(
                 f"tokens has {max(body.tokens)}; the tokenizer's ids are 0 to {vocab_size - 1}", param="tokens"
             )
-        decode = self._ctx.tokenizer.decode
-        text = await off_loop(4 * len(body.tokens), decode, body.tokens, skip_special_tokens=False)
+        text = await off_loop(4 * len(body.tokens), tokenizer.decode, body.tokens, skip_special_tokens=False)
         return json_response(DetokenizeAnswer(text))
