@@ -118,18 +118,17 @@ class Admission:
         return Grant(cached, num_tokens, np.concatenate((shared, fresh)))
 
     def release(self, request: Request, *, preempted: bool) -> None:
-        """The request left its row: its adapter slot is free, and so is its hash chain unless it will resume."""
+        """The request left its row: its adapter slot is free, and so is its hash chain (a resumed one starts anew)."""
         if request.adapter_slot >= 0:
             assert self.adapters is not None, "a slot was acquired from the backend"
             self.adapters.release(request.adapter_slot)
             request.adapter_slot = -1
         if preempted and request.grammar is not None:
             self.prepare(request)  # a fresh matcher; it is advanced over the output when the row is added again
-        if not preempted:
-            self.forget(request)
+        self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """The request is gone for good."""
+        """The request has no blocks any more: its hash chain ends."""
         if self.pool.index is not None:
             self.pool.index.end(request.key)
 

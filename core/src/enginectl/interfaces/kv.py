@@ -111,7 +111,8 @@ class PrefixIndex(ABC):
     def publish(self, sequence: int, token_ids: NDArray[np.int32], blocks: BlockIds, start: int, key: BlockKey) -> None:
         """Blocks [start, len(blocks)) of a sequence are now full and verified.
 
-        sequence: the request's key, constant over its life, so that hashes are chained without recomputation.
+        sequence: the request's key, constant while it runs, so that hashes are chained without recomputation. The first
+        call for a sequence starts behind what it matched; the next ones where the last one stopped.
         token_ids: all tokens up to the end of the last of these blocks. A block whose contents are known already under
         another id stays private. Called: when blocks fill, for rows that filled one.
         """
@@ -126,7 +127,7 @@ class PrefixIndex(ABC):
 
     @abstractmethod
     def end(self, sequence: int) -> None:
-        """The sequence is gone; drop what was kept for chaining."""
+        """The sequence ended or was preempted; drop what was kept for chaining. It may not have published."""
 
     @abstractmethod
     def reset(self, adapter: str | None = None) -> BlockIds:
