@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from enginectl.errors import EngineDeadError
 from enginectl.testing.dict_index import DictPrefixIndex
 from enginectl.testing.free_executor import free_core, free_request, free_tokens
+from enginectl.types import FinishReason
 
 VOCAB = 64
 
@@ -25,3 +28,26 @@ def test_a_preempted_sequence_begins_its_hash_chain_anew() -> None:
     assert index.num_sequences == 0
     for key in range(6):
         assert loop.answers.tokens[key] == free_tokens(prompt(10, key), 30, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_requests_that_break_every_step_do_not_end_the_loop(depth: int) -> None:
+    """Law 14a. Three poisonous requests in a row, each alone in its step, were taken for a broken device."""
+    loop = free_core(poison=7, overlap_depth=depth)
+    for key in range(5):
+        loop.core.add(free_request(key, [1, 7, 2], 4))
+        loop.run()
+        assert loop.answers.finished[key].reason is FinishReason.ERROR
+    loop.core.add(free_request(9, [1, 2], 4))
+    loop.run()
+    assert len(loop.answers.tokens[9]) == 4
+    loop.close()
+
+
+def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row fails, and the executor says that it is the device."""
+    loop = free_core(poison=7)
+    monkeypatch.setattr(loop.executor, "is_healthy", lambda: False)
+    loop.core.add(free_request(1, [7], 4))
+    with pytest.raises(EngineDeadError, match="device is lost"):
+        loop.run()

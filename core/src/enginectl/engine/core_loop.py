@@ -31,7 +31,6 @@ log = logging.getLogger("enginectl.engine")
 IntRows = NDArray[np.int32]
 _Ended = tuple[IntRows, IntRows, NDArray[np.bool_]]
 _NO_ROWS = np.zeros(0, np.int32)
-_MAX_BROKEN_STEPS = 3
 
 
 @dataclass(slots=True)
@@ -57,7 +56,6 @@ class Counters:
     generation_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    broken_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -365,7 +363,6 @@ class EngineCore:
         self.outputs.seal()
         try:
             result = flight.handle.wait()
-            self.counters.broken_steps = 0
         except Exception as error:
             result = self._recover(flight, error)
         t.in_flight[plan.rows] -= 1
@@ -383,19 +380,19 @@ class EngineCore:
                 self._vacate(row)
 
     def _recover(self, flight: Flight, error: Exception) -> StepResult:
-        """A step raised: undo later flights (they did not run), then run its rows in halves to find the culprit."""
+        """A step raised: undo later flights (they did not run), then run its rows in halves to find the culprit.
+
+        When every row fails, it may be the requests or the device: the executor is asked. Raises EngineDeadError if the
+        device is lost.
+        """
         later = list(self._flights)
         self._flights.clear()
         for other in reversed(later):
             self._undo(other)
         log.warning("step %d raised %s: %s; narrowing it down", self.counters.steps, type(error).__name__, error)
         result = run_narrowed(self.executor, flight.plan)
-        if len(result.errors) == len(flight.plan.rows):
-            self.counters.broken_steps += 1
-            if self.counters.broken_steps >= _MAX_BROKEN_STEPS:
-                raise EngineDeadError(f"{_MAX_BROKEN_STEPS} steps in a row failed for every row: {error}") from error
-        else:
-            self.counters.broken_steps = 0
+        if len(result.errors) == len(flight.plan.rows) and not self.executor.is_healthy():
+            raise EngineDeadError(f"the device is lost: {type(error).__name__}: {error}") from error
         return result
 
     def _undo(self, flight: Flight) -> None:

@@ -65,6 +65,10 @@ class DeferredExecutor(Executor):
             self._failed = True
             raise
 
+    def is_healthy(self) -> bool:
+        """As the wrapped executor says."""
+        return self.inner.is_healthy()
+
     def close(self) -> None:
         """Let the worker finish, then close the wrapped executor."""
         self._worker.shutdown(wait=True)

@@ -317,6 +317,16 @@ class LocalRunner(Executor):
             start += count
         return found
 
+    def is_healthy(self) -> bool:
+        """A CUDA context that an illegal access has poisoned fails every call from then on."""
+        if self._device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError:
+            return False
+        return True
+
     def close(self) -> None:
         """Drop the KV store."""
         self.kv.clear()

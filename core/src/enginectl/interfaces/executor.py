@@ -108,8 +108,17 @@ class Executor(ABC):
     def launch(self, plan: StepPlan) -> StepHandle:
         """Apply the differences and start the step. Returns at once where the device is asynchronous.
 
+        What the step raises comes out of the handle, never of this call; its differences are applied all the same.
+
         Called: once per step, at most overlap depth + 1 steps in flight.
         """
+
+    def is_healthy(self) -> bool:
+        """Whether the device still works. Called: after a step raised for each of its rows, with nothing in flight.
+
+        False ends the engine, and its process is started anew.
+        """
+        return True
 
     def close(self) -> None:
         """Free the device. Called: once."""
