@@ -19,7 +19,9 @@ from enginectl.engine.core_loop import EngineCore
 from enginectl.engine.deferred import DeferredExecutor
 from enginectl.engine.grammar import GrammarHost
 from enginectl.engine.ledger import BlockPool
+from enginectl.engine.phased_attention import PhasedAttention
 from enginectl.errors import ConfigError, ModelError, PluginError
+from enginectl.interfaces.attention import AttentionBackend
 from enginectl.interfaces.executor import Executor
 from enginectl.interfaces.kv import KVLayout
 from enginectl.interfaces.model import ModelFamily, ModelSpec
@@ -36,6 +38,8 @@ from enginectl.resolve import (
 )
 
 log = logging.getLogger("enginectl.compose")
+
+PHASES = ("decode", "prefill")
 
 _PACKAGES = {
     Role.PREFIX_INDEX: "enginectl-prefix-cache",
@@ -79,6 +83,7 @@ class Composer:
     table: list[tuple[str, str, str, str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
     chosen: dict[Role, Entry] = field(default_factory=dict)
+    attention: dict[str, Entry] = field(default_factory=dict)
 
     def compose(self) -> Assembled:
         """Open, negotiate, load, size, wire. Raises EnginectlError with the reason; nothing stays behind."""
@@ -95,7 +100,7 @@ class Composer:
         self.progress(f"loading weights of {Path(config.model).name} ({dtype} on {device})")
         model = family.load(checkpoint, ctx)
         ctx = ctx.with_(model=model, model_spec=model.spec)
-        attention = self._build(Role.ATTENTION, ctx)
+        attention = self._build_attention(ctx)
         model.use_attention(attention)
         ctx.parts["attention"] = attention
         self.progress("sizing the KV pool")
@@ -126,6 +131,33 @@ class Composer:
         self.chosen[role] = selection.chosen[0]
         return selection.chosen[0]
 
+    def _pick_attention(self) -> None:
+        """A backend for each phase: `NAME`, or `decode=NAME,prefill=NAME`; else the best that offers the phase."""
+        wanted = self.config.roles.get(Role.ATTENTION.value)
+        names = dict.fromkeys(PHASES, wanted)
+        if wanted is not None and "=" in wanted:
+            names = dict(part.partition("=")[::2] for part in wanted.split(","))
+            if set(names) != set(PHASES):
+                raise ConfigError(f"--attention {wanted}: give NAME, or decode=NAME,prefill=NAME")
+        for phase in PHASES:
+            selection = self.host.select(Role.ATTENTION, self.machine, names[phase], phase=phase)
+            self.skipped += [(Role.ATTENTION.value, name, reason) for name, _, reason in selection.skipped]
+            if not selection.chosen:
+                raise PluginError(f"no attention backend can serve the phase {phase!r} here")
+            self.attention[phase] = selection.chosen[0]
+        self.chosen[Role.ATTENTION] = self.attention["prefill"]
+
+    def _build_attention(self, ctx: BuildContext) -> AttentionBackend:
+        decode, prefill = self.attention.get("decode"), self.attention.get("prefill")
+        if decode is None or prefill is None or decode == prefill:
+            backend: AttentionBackend = self._build(Role.ATTENTION, ctx)
+            return backend
+        backends = []
+        for entry in (decode, prefill):
+            backends.append(entry.provider.build(self._with_options(ctx, entry)))
+            self._record(Role.ATTENTION, entry)
+        return PhasedAttention(*backends)
+
     def _pick_optional(self, role: Role, asked: bool | None, flag: str) -> Entry | None:
         """asked: True means it must be there, False that it must not, None that it may."""
         if asked is False:
@@ -138,7 +170,9 @@ class Composer:
     def _choose(self, ctx: BuildContext, spec: ModelSpec) -> BuildContext:
         """Pick every part of cardinality one and intersect what they can do, before a weight is loaded."""
         config = self.config
-        for role in (Role.ATTENTION, Role.SCHEDULER, Role.KV_ALLOCATOR, Role.SAMPLER, Role.EXECUTOR):
+        if Role.ATTENTION.value not in self.overrides:
+            self._pick_attention()
+        for role in (Role.SCHEDULER, Role.KV_ALLOCATOR, Role.SAMPLER, Role.EXECUTOR):
             if role.value not in self.overrides:
                 self._pick(role)
         if Role.PREFIX_INDEX.value not in self.overrides:
@@ -151,6 +185,8 @@ class Composer:
             asked = config.enable_lora or bool(self.host.named_for(Role.ADAPTER)) or Role.ADAPTER.value in config.roles
             self._pick_optional(Role.ADAPTER, asked, "--enable-lora")
         check_capabilities(self.chosen, spec, ctx)
+        if self.attention:
+            check_capabilities({Role.ATTENTION: self.attention["decode"]}, spec, ctx)
         config = resolve_lengths(config, spec, None)
         kv_dtype = ctx.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         if kv_dtype != ctx.dtype:

@@ -201,8 +201,10 @@ class PluginHost:
             raise PluginError(unknown(role.value.replace("_", " "), name, entries, hint=hint))
         return entries[name]
 
-    def select(self, role: Role, machine: Machine, wanted: str | None = None) -> Selection:
+    def select(self, role: Role, machine: Machine, wanted: str | None = None, *, phase: str | None = None) -> Selection:
         """Who serves this role here. An explicit name wins, then named plugins, then the highest rank.
+
+        phase: "prefill" or "decode", to leave out providers whose capabilities do not offer it.
 
         Raises PluginError if what was named cannot serve on this machine, or nothing can and the role is needed;
         a role that is optional and has no provider gives an empty selection.
@@ -210,6 +212,9 @@ class PluginHost:
         if wanted is not None:
             entry = self.entry(role, wanted)
             self._require(role, entry, machine)
+            if phase is not None and phase not in entry.provider.capabilities.phases:
+                offered = ", ".join(sorted(entry.provider.capabilities.phases))
+                raise UnsupportedError(f"{role.value} {wanted!r} does not serve the phase {phase!r}, only {offered}")
             return Selection((entry,), ())
         named = self.named_for(role)
         for entry in named:
@@ -217,7 +222,7 @@ class PluginHost:
         if CARDINALITY[role] is Cardinality.ONE and len({entry.plugin.name for entry in named}) > 1:
             origins = " and ".join(entry.plugin.origin for entry in named)
             raise PluginError(f"{origins} both provide the role {role.value!r}; name one with --{_flag(role)} NAME")
-        usable, skipped = self._usable(role, machine, named)
+        usable, skipped = self._usable(role, machine, named, phase)
         if CARDINALITY[role] in (Cardinality.ONE, Cardinality.PER_PHASE) and usable:
             chosen, *others = usable
             skipped += [(e.provider.name, e.plugin.name, f"rank {e.provider.rank} is lower") for e in others]
@@ -225,7 +230,7 @@ class PluginHost:
         return Selection(tuple(usable), tuple(skipped))
 
     def _usable(
-        self, role: Role, machine: Machine, named: Sequence[Entry]
+        self, role: Role, machine: Machine, named: Sequence[Entry], phase: str | None
     ) -> tuple[list[Entry], list[tuple[str, str, str]]]:
         usable: list[Entry] = []
         skipped: list[tuple[str, str, str]] = []
@@ -233,6 +238,8 @@ class PluginHost:
             reason = unsupported_reason(entry.provider, machine)
             if reason is None and entry.provider.rank < 0 and entry not in named:
                 reason = "serves only when named"
+            if reason is None and phase is not None and phase not in entry.provider.capabilities.phases:
+                reason = f"does not serve the phase {phase!r}"
             if reason is None:
                 usable.append(entry)
             else:

@@ -1,0 +1,87 @@
+"""Two attention backends over one store: one for rows with a single query, one for all others.
+
+Rows with a single query come first in a batch, so a step is cut once, at `num_decodes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class _Plan:
+    """cut: packed tokens of the decode part. A part without rows has no plan."""
+
+    cut: int
+    decode: Any
+    prefill: Any
+
+
+class PhasedAttention(AttentionBackend):
+    """`--attention decode=NAME,prefill=NAME`."""
+
+    def __init__(self, decode: AttentionBackend, prefill: AttentionBackend) -> None:
+        self._decode = decode
+        self._prefill = prefill
+
+    def bind(self, kv: list[tuple[Tensor, Tensor]]) -> None:
+        """Both share the store."""
+        self._decode.bind(kv)
+        self._prefill.bind(kv)
+
+    def prepare(self, batch: AttentionBatch) -> _Plan:
+        """A plan for each part that has rows."""
+        cut, n = batch.num_decodes, batch.num_seqs
+        if cut == n:
+            return _Plan(cut, self._decode.prepare(batch), None)
+        if cut == 0:
+            return _Plan(0, None, self._prefill.prepare(batch))
+        return _Plan(
+            cut, self._decode.prepare(_part(batch, 0, cut, cut)), self._prefill.prepare(_part(batch, cut, n, 0))
+        )
+
+    def write_kv(self, layer: int, k: Tensor, v: Tensor, plan: _Plan) -> None:
+        """Each part writes its own tokens."""
+        if plan.decode is not None:
+            self._decode.write_kv(layer, k[: plan.cut], v[: plan.cut], plan.decode)
+        if plan.prefill is not None:
+            self._prefill.write_kv(layer, k[plan.cut :], v[plan.cut :], plan.prefill)
+
+    def attend(self, layer: int, q: Tensor, plan: _Plan, *, sinks: Tensor | None = None) -> Tensor:
+        """Each part attends; the outputs are joined in packed order."""
+        if plan.prefill is None:
+            return self._decode.attend(layer, q, plan.decode, sinks=sinks)
+        if plan.decode is None:
+            return self._prefill.attend(layer, q, plan.prefill, sinks=sinks)
+        import torch
+
+        first = self._decode.attend(layer, q[: plan.cut], plan.decode, sinks=sinks)
+        second = self._prefill.attend(layer, q[plan.cut :], plan.prefill, sinks=sinks)
+        return torch.cat((first, second))
+
+
+def _part(batch: AttentionBatch, start: int, end: int, num_decodes: int) -> AttentionBatch:
+    """Sequences [start, end) as a batch of their own."""
+    host = batch.query_start_host
+    first, last = int(host[start]), int(host[end])
+    lens = batch.seq_lens_host[start:end]
+    starts = host[start : end + 1] - first
+    return AttentionBatch(
+        num_seqs=end - start,
+        num_tokens=last - first,
+        num_decodes=num_decodes,
+        max_query_len=int((starts[1:] - starts[:-1]).max()),
+        max_seq_len=int(lens.max()),
+        query_start=batch.query_start[start : end + 1] - first,
+        seq_lens=batch.seq_lens[start:end],
+        block_tables=batch.block_tables[:, start:end],
+        slot_mapping=batch.slot_mapping[:, first:last],
+        query_start_host=starts,
+        seq_lens_host=lens,
+    )
