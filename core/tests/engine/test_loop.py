@@ -51,3 +51,34 @@ def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     loop.core.add(free_request(1, [7], 4))
     with pytest.raises(EngineDeadError, match="device is lost"):
         loop.run()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_a_drain_made_known_is_work(depth: int) -> None:
+    """A control message drained the last step; the loop slept on its answer for ever."""
+    loop = free_core(overlap_depth=depth)
+    loop.core.add(free_request(1, [1], 2))
+    while 1 not in loop.answers.finished and loop.core.has_work:
+        loop.core.drain()
+        loop.step()
+    assert loop.answers.finished[1].reason is FinishReason.LENGTH
+    loop.close()
+
+
+def test_a_step_says_how_many_tokens_it_computed() -> None:
+    """`step_tokens` was always 0."""
+    loop = free_core()
+    loop.core.add(free_request(1, [1, 2, 3], 2))
+    assert [message.stats.step_tokens for _ in range(2) for message in loop.core.step() if message.stats] == [3, 1]
+
+
+def test_retiring_what_stands_in_the_way_is_progress() -> None:
+    """With drafts, planning retires the step in flight; the loop took it for a stall and waited."""
+    loop = free_core(num_drafts=3, overlap_depth=1)
+    loop.core.add(free_request(1, [1], 1))
+    loop.step()
+    assert loop.core.made_progress
+    loop.step()
+    assert 1 in loop.answers.finished
+    assert loop.core.made_progress
+    loop.close()

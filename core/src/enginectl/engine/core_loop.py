@@ -108,6 +108,7 @@ class EngineCore:
         self._now = clock()
         self._next_deadline_s = float("inf")
         self.made_progress = False
+        self._last_tokens, self._last_s = 0, 0.0
         # Bound once: the step makes no attribute chains through replaceable parts.
         self._grant = scheduler.grant
         self._launch = executor.launch
@@ -116,8 +117,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
-        return bool(self._requests) or bool(self._flights)
+        """Whether a step would do or tell something."""
+        return bool(self._requests) or bool(self._flights) or self.outputs.is_pending
 
     def add(self, spec: EngineRequest) -> None:
         """Queue a choice. It was validated on the API side; what can only be known here ends it with an error."""
@@ -145,16 +146,16 @@ class EngineCore:
         something that is not there yet (a compiled grammar, an adapter slot).
         """
         self._now = now = self._clock()
+        self.made_progress = False
         if now >= self._next_deadline_s:
             self._expire(now)
         plan = self._plan(now)
         if plan is not None:
             self._flights.append(self._start(plan))
             self.counters.steps += 1
-        retire = bool(self._flights) and (plan is None or len(self._flights) > self._depth)
-        if retire:
+            self.made_progress = True
+        if self._flights and (plan is None or len(self._flights) > self._depth):
             self._retire(self._flights.popleft())
-        self.made_progress = retire or plan is not None
         return self.outputs.take(self.stats)
 
     def drain(self) -> None:
@@ -179,6 +180,8 @@ class EngineCore:
             num_drafted=c.drafted,
             num_accepted=c.accepted,
             num_steps=c.steps,
+            step_tokens=self._last_tokens,
+            step_s=self._last_s,
         )
 
     # -- schedule ------------------------------------------------------------------------------------------------
@@ -360,11 +363,13 @@ class EngineCore:
     def _retire(self, flight: Flight) -> None:
         """Commit what a step produced: tokens, stops, published blocks, drafts, rows that end."""
         t, plan = self.table, flight.plan
+        self.made_progress = True
         self.outputs.seal()
         try:
             result = flight.handle.wait()
         except Exception as error:
             result = self._recover(flight, error)
+        self._last_tokens, self._last_s = int(plan.num_tokens.sum()), self._clock() - flight.launched_s
         t.in_flight[plan.rows] -= 1
         sampled, base = flight.sampled, flight.base
         if result.errors:

@@ -25,6 +25,11 @@ class OutputBuilder:
         self._logprobs: list[KeyedLogprobs] = []
         self._prompt_logprobs: list[KeyedLogprobs] = []
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether `take` would return something."""
+        return bool(self._sealed or self._keys or self._finished or self._prompt_logprobs)
+
     def add_tokens(
         self,
         rows: _IntRows,
