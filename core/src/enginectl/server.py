@@ -106,7 +106,7 @@ def _middleware(server: ServerConfig) -> list[Middleware]:
 def _claim(owners: dict[tuple[str, str], str], routes: Sequence[BaseRoute], owner: str) -> None:
     for route in routes:
         path = getattr(route, "path", "")
-        for method in getattr(route, "methods", None) or ("*",):
+        for method in sorted(getattr(route, "methods", None) or ("*",)):
             other = owners.setdefault((path, method), owner)
             if other != owner:
                 raise ConfigError(f"{owner} and {other} both serve {method} {path}; leave one of them out")

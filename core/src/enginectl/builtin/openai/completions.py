@@ -202,19 +202,20 @@ class TextCompletions:
     ) -> TextLogprobs:
         assert job.echo is not None, "only called with echo"
         prompt, text = job.prompts[place], job.echo[place]
-        offsets = TextOffsets(self._texts, unseen=self._unseen_in_echo(job, place), starts_text=True)
+        offsets = self._echo_offsets(job, place)
         places = offsets.take(prompt.token_ids, text)
         values = entries or (None,) * len(prompt.token_ids)
         return text_logprobs(values, prompt.token_ids, places, body.logprobs or 0, self._texts)
 
-    def _unseen_in_echo(self, job: Job, place: int) -> frozenset[int]:
-        """Special tokens that the echoed text lacks: what was put in front of a text, or what decoding skips."""
+    def _echo_offsets(self, job: Job, place: int) -> TextOffsets:
+        """The echoed text lacks what was put in front of a prompt's text, and what decoding skips of token ids."""
         prompt, params = job.prompts[place], job.requests[place].params
         if prompt.text is None:
-            return self._texts.special_ids if params.skip_special_tokens else frozenset()
-        added = prompt.token_ids[0]
-        written = prompt.text.startswith(self._texts.get(added)[0])
-        return self._texts.special_ids & {added} if not written else frozenset()
+            unseen = self._texts.special_ids if params.skip_special_tokens else frozenset()
+            return TextOffsets(self._texts, unseen=unseen, starts_text=True)
+        first = prompt.token_ids[0]
+        added = first in self._texts.special_ids and not prompt.text.startswith(self._texts.get(first)[0])
+        return TextOffsets(self._texts, num_unseen=int(added), starts_text=True)
 
     def _offsets(self, job: Job, place: int) -> TextOffsets:
         params = job.requests[place].params

@@ -106,16 +106,23 @@ def finite(logprob: float) -> float:
 class TextOffsets:
     """Where tokens begin in a choice's text: characters before them, counting from `start`.
 
-    Depends on the tokens alone, not on how they come in chunks. unseen: ids that leave no text. starts_text: the
-    tokenizer may have dropped a space before the first word.
+    Depends on the tokens alone, not on how they come in chunks. unseen: ids that leave no text. num_unseen: the
+    first tokens leave none either. starts_text: the tokenizer may have dropped a space before the first word.
     """
 
     def __init__(
-        self, texts: TokenTexts, *, start: int = 0, unseen: frozenset[int] = frozenset(), starts_text: bool = False
+        self,
+        texts: TokenTexts,
+        *,
+        start: int = 0,
+        unseen: frozenset[int] = frozenset(),
+        num_unseen: int = 0,
+        starts_text: bool = False,
     ) -> None:
         self._texts = texts
         self._next = self._end = start
         self._unseen = unseen
+        self._num_unseen = num_unseen
         self._starts_text = starts_text
         self._decoder = _Utf8Decoder(errors="replace")
 
@@ -128,7 +135,9 @@ class TextOffsets:
         offsets = []
         for token_id in token_ids:
             offsets.append(min(self._next, self._end))
-            raw = b"" if token_id in self._unseen else self._texts.get(token_id)[1]
+            hidden = self._num_unseen > 0 or token_id in self._unseen
+            self._num_unseen -= 1
+            raw = b"" if hidden else self._texts.get(token_id)[1]
             if self._starts_text and raw:
                 self._starts_text = False
                 raw = raw if text.startswith(" ") else raw.removeprefix(b" ")
