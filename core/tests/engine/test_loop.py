@@ -82,3 +82,26 @@ def test_retiring_what_stands_in_the_way_is_progress() -> None:
     assert 1 in loop.answers.finished
     assert loop.core.made_progress
     loop.close()
+
+
+def test_a_prompt_that_is_being_read_keeps_the_blocks_it_needs() -> None:
+    """Law 15. Blocks of a long prompt were given to the next one before it was read; one of them had to give way."""
+    loop = free_core(num_blocks=30, max_model_len=100, max_num_batched_tokens=8)
+    for key in range(3):
+        loop.core.add(free_request(key, prompt(90, key), 4))
+    loop.run()
+    assert len(loop.answers.finished) == 3
+    assert loop.core.stats().num_preemptions == 0
+
+
+def test_a_check_that_breaks_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law 14a. An exception other than RequestError in a plugin's `validate` ended the loop."""
+    loop = free_core()
+    monkeypatch.setattr(loop.core.admission, "refuses", lambda request: 1 / 0 if request.key == 1 else None)
+    for key in range(2):
+        loop.core.add(free_request(key, [1], 3))
+    loop.run()
+    assert loop.answers.finished[0].reason is FinishReason.LENGTH
+    end = loop.answers.finished[1]
+    assert (end.reason, end.refused) == (FinishReason.ERROR, False)
+    assert "ZeroDivisionError" in str(end.error)

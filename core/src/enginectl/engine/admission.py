@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from enginectl.engine.ledger import BlockPool
@@ -58,6 +59,7 @@ class Admission:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.error = ""
+        self.is_refusal = False
         self._block_size = block_size
         self._chunked = chunked_prefill
         self._max_drafts = max_drafts
@@ -91,25 +93,31 @@ class Admission:
         if spec is not None and self.grammars is not None:
             request.grammar = self.grammars.start(spec)
 
-    def try_acquire(self, request: Request, budget: int, num_running: int) -> Grant | str:
-        """A grant, or the word for what is missing: "grammar", "blocks", "adapter", or "error" (see `error`)."""
+    def try_acquire(self, request: Request, budget: int, num_running: int, owed: int = 0) -> Grant | str:
+        """A grant, or the word for what is missing: "grammar", "blocks", "adapter", or "error".
+
+        owed: blocks that rows which run still need for the tokens they have; they are not given away. After "error",
+        `error` says why and `is_refusal` whether it is the request that is wrong.
+        """
         if request.grammar is not None:
             if not request.grammar.done():
                 return "grammar"
             if (failure := request.grammar.exception()) is not None:
-                self.error = str(failure)
-                return "error"
+                return self._fail(failure)
+        if request.spec.adapter is not None and self.adapters is not None:
+            version = self.adapters.version(request.spec.adapter)
+            request.block_key = structs.replace(request.block_key, adapter_version=version)
         total = len(request.token_ids)
         cached, shared = self._match(request)
         num_tokens = min(budget, total - cached)
         if not self._chunked and num_tokens < total - cached:
             return "blocks"
         available = self.pool.num_available - self.pool.num_idle_among(shared)
-        reserve = self._watermark if num_running else 0
+        reserve = owed + self._watermark if num_running else 0
         if self._blocks_for(min(total + 1, request.max_total_tokens)) - shared.size > available - reserve:
             return "blocks"
-        if not self._acquire_adapter(request):
-            return "adapter" if not self.error else "error"
+        if (missing := self._acquire_adapter(request)) is not None:
+            return missing
         self.pool.share(shared)
         fresh = self.pool.take(self._blocks_for(cached + num_tokens) - shared.size)
         if self.pool.index is not None:
@@ -148,21 +156,25 @@ class Admission:
         blocks = match.blocks[:most]
         return blocks.size * self._block_size, blocks
 
-    def _acquire_adapter(self, request: Request) -> bool:
-        self.error = ""
+    def _acquire_adapter(self, request: Request) -> str | None:
+        """None if it has its slot or needs none, else what is missing."""
         name = request.spec.adapter
         if name is None:
-            return True
+            return None
         assert self.adapters is not None, "refused at admission otherwise"
         try:
             slot = self.adapters.acquire(name)
         except Exception as failure:  # unloaded or damaged since the request came
-            self.error = str(failure)
-            return False
+            return self._fail(failure)
         if slot is None:
-            return False
+            return "adapter"
         request.adapter_slot = slot
-        return True
+        return None
+
+    def _fail(self, failure: BaseException) -> str:
+        self.is_refusal = isinstance(failure, RequestError)
+        self.error = str(failure) if self.is_refusal else f"{type(failure).__name__}: {failure}"
+        return "error"
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

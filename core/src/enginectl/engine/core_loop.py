@@ -123,11 +123,17 @@ class EngineCore:
     def add(self, spec: EngineRequest) -> None:
         """Queue a choice. It was validated on the API side; what can only be known here ends it with an error."""
         request = Request(spec)
-        reason = self.admission.refuses(request)
+        try:
+            reason = self.admission.refuses(request)
+            if reason is None:
+                self.admission.prepare(request)
+        except Exception as error:  # a part that checks requests is broken: this one ends, the loop goes on
+            log.exception("checking request %s failed", spec.request_id)
+            self.outputs.finish(request, FinishReason.ERROR, self._clock(), error=f"{type(error).__name__}: {error}")
+            return
         if reason is not None:
             self.outputs.finish(request, FinishReason.ERROR, self._clock(), error=reason, refused=True)
             return
-        self.admission.prepare(request)
         self._requests[request.key] = request
         self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
         self.scheduler.add(request, resumed=False)
@@ -273,24 +279,33 @@ class EngineCore:
 
     def _admit(self, budget: int, now: float) -> list[int]:
         """Give rows to waiting requests while tokens, rows and blocks last. Returns their token counts."""
-        counts: list[int] = []
+        t, counts = self.table, []
+        owed = self._blocks_owed(t.order)
         for request in self.scheduler.candidates(now):
-            grant = self.admission.try_acquire(request, min(budget, self._budget.max_chunk), len(self.table.order))
+            grant = self.admission.try_acquire(request, min(budget, self._budget.max_chunk), len(t.order), owed)
             if isinstance(grant, str):
                 if grant == "error":
-                    self._end(request, FinishReason.ERROR, error=self.admission.error)
+                    refused = self.admission.is_refusal and request.num_preemptions == 0
+                    self._end(request, FinishReason.ERROR, error=self.admission.error, refused=refused)
                     continue
                 if self.scheduler.refused(request, grant, now):
                     continue
                 break
             self.scheduler.remove(request)
-            row = self.table.add(request)
+            row = t.add(request)
             self._place(request, row, grant.num_cached, grant.blocks, now)
+            owed += self._blocks_owed(t.order[-1:])
             counts.append(grant.num_tokens)
             budget -= grant.num_tokens
-            if budget <= 0 or not self.table.num_free_rows:
+            if budget <= 0 or not t.num_free_rows:
                 break
         return counts
+
+    def _blocks_owed(self, rows: IntRows) -> int:
+        """Blocks that these rows still need for the tokens they have: prompts that are being caught up with."""
+        t = self.table
+        short = (t.num_tokens[rows] + (self._block_size - 1)) // self._block_size - t.num_blocks[rows]
+        return int(np.maximum(short, 0).sum())
 
     def _place(self, request: Request, row: int, num_cached: int, blocks: IntRows, now: float) -> None:
         t = self.table
@@ -522,12 +537,18 @@ class EngineCore:
             self._end(request, reason, stop_token_id=token if by_request else None)
 
     def _end(
-        self, request: Request, reason: FinishReason, *, stop_token_id: int | None = None, error: str | None = None
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        refused: bool = False,
     ) -> None:
         """The choice is over: tell the caller, and give back what it held, now or when its steps in flight return."""
         now = self._clock()
         del self._requests[request.key]
-        self.outputs.finish(request, reason, now, stop_token_id=stop_token_id, error=error)
+        self.outputs.finish(request, reason, now, stop_token_id=stop_token_id, error=error, refused=refused)
         if request.row < 0:
             self.scheduler.remove(request)
             self.admission.forget(request)

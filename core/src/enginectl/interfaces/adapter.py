@@ -44,6 +44,10 @@ class AdapterBackend(ABC):
     def list(self) -> tuple[AdapterInfo, ...]:
         """Every adapter that requests may name."""
 
+    def version(self, name: str) -> str | None:
+        """The content version of an adapter, None if it is unknown. Called: once per admission attempt."""
+        return next((info.version for info in self.list() if info.name == name), None)
+
     @abstractmethod
     def acquire(self, name: str) -> int | None:
         """A slot holding the adapter, with one more reference; None if every slot is in use by others.

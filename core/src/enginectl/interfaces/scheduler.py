@@ -97,4 +97,5 @@ def first_come(num_pending: NDArray[np.int32], budget: StepBudget) -> NDArray[np
     if total <= budget.num_tokens:
         return counts
     left = budget.num_tokens - (np.cumsum(counts) - counts)
-    return np.clip(left, 0, counts).astype(np.int32)
+    granted: NDArray[np.int32] = np.clip(left, 0, counts).astype(np.int32)
+    return granted
