@@ -388,7 +388,7 @@ class EngineCore:
         t.in_flight[plan.rows] -= 1
         sampled, base = flight.sampled, flight.base
         if result.errors:
-            sampled, base = self._drop_failed(result, sampled, base)
+            result, sampled, base = self._drop_failed(result, sampled, base)
         ended = self._commit(result, sampled, base, plan)
         if self.pool.index is not None:
             self._publish(plan)  # before rows end, so that their last blocks are known
@@ -427,14 +427,14 @@ class EngineCore:
         for row in rows[t.is_closing[rows] & (t.in_flight[rows] == 0)].tolist():
             self._vacate(row)
 
-    def _drop_failed(self, result: StepResult, sampled: IntRows, base: IntRows) -> tuple[IntRows, IntRows]:
+    def _drop_failed(self, result: StepResult, sampled: IntRows, base: IntRows) -> tuple[StepResult, IntRows, IntRows]:
         failed = np.fromiter(result.errors, np.int32, len(result.errors))
         for row in failed.tolist():
             request = self.table.requests[row]
             if request is not None and not self.table.is_closing[row]:
                 self._end(request, FinishReason.ERROR, error=result.errors[row])
         keep = ~np.isin(sampled, failed)
-        return sampled[keep], base[keep]
+        return result.select(~np.isin(result.rows, failed)), sampled[keep], base[keep]
 
     def _commit(self, result: StepResult, sampled: IntRows, base: IntRows, plan: StepPlan) -> _Ended | None:
         """Write the new tokens into the books. Returns the rows that ended, their last tokens, and which hit a stop."""
@@ -444,15 +444,12 @@ class EngineCore:
         if not sampled.size:
             return None
         assert result.rows is sampled or np.array_equal(result.rows, sampled), "results come in plan order"
-        tokens, num_new = result.token_ids, result.num_new
         if t.is_closing.any():
             alive = ~t.is_closing[sampled]
             if not alive.all():
-                sampled, base, tokens, num_new = sampled[alive], base[alive], tokens[alive], num_new[alive]
-                drafts = result.num_drafts[alive] if result.num_drafts.size else result.num_drafts
-                result = StepResult(sampled, tokens, num_new, drafts, result.logprobs)
-        if tokens.shape[1] == 1:
-            return self._commit_one(result, sampled, base, tokens[:, 0])
+                result, sampled, base = result.select(alive), sampled[alive], base[alive]
+        if result.token_ids.shape[1] == 1:
+            return self._commit_one(result, sampled, base, result.token_ids[:, 0])
         return self._commit_many(result, sampled, base, plan)
 
     def _commit_one(self, result: StepResult, rows: IntRows, base: IntRows, tokens: IntRows) -> _Ended | None:

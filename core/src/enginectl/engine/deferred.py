@@ -31,6 +31,8 @@ class DeferredExecutor(Executor):
     differences are applied; the first launch with nothing in flight starts afresh.
     """
 
+    is_asynchronous = True
+
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
         self.num_in_flight = 0

@@ -66,21 +66,28 @@ class GrammarRows:
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._matchers: dict[int, GrammarMatcher] = {}
+        self._ends: dict[int, tuple[int, ...]] = {}
         self._has = np.zeros(max_num_seqs, np.bool_)
         self._mask = np.zeros(vocab_size, np.bool_)
 
-    def add_row(self, row: int, matcher: GrammarMatcher, output_ids: NDArray[np.int32]) -> None:
-        """A row with a fresh matcher, advanced over what it produced before it was preempted."""
+    def add_row(
+        self, row: int, matcher: GrammarMatcher, output_ids: NDArray[np.int32], eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """A row with a fresh matcher, advanced over what it produced before it was preempted.
+
+        eos_token_ids: what may follow a finished grammar, whether its matcher accepts it or not.
+        """
         for token in output_ids.tolist():
             if not matcher.accept(token):
                 raise RequestError(f"token {token} of a resumed request is not in its grammar")
         self._matchers[row] = matcher
+        self._ends[row] = eos_token_ids
         self._has[row] = True
 
     def remove_row(self, row: int) -> None:
         """The row is empty."""
         if self._has[row]:
-            del self._matchers[row]
+            del self._matchers[row], self._ends[row]
             self._has[row] = False
 
     @property
@@ -105,22 +112,40 @@ class GrammarRows:
             if matcher is None:
                 continue
             walked = 0
-            for offset in range(len(draft) + 1):
-                self._mask[:] = False
-                matcher.fill_mask(self._mask)
-                allowed = torch.from_numpy(self._mask).to(logits.device)
-                logits[start + offset].masked_fill_(~allowed, float("-inf"))
-                if offset == len(draft) or not matcher.accept(int(draft[offset])):
-                    break
-                walked += 1
-            matcher.rollback(walked)
+            try:
+                for offset in range(len(draft) + 1):
+                    self._mask[:] = False
+                    matcher.fill_mask(self._mask)
+                    allowed = torch.from_numpy(self._mask).to(logits.device)
+                    logits[start + offset].masked_fill_(~allowed, float("-inf"))
+                    if offset == len(draft) or not matcher.accept(int(draft[offset])):
+                        break
+                    walked += 1
+            finally:
+                matcher.rollback(walked)
 
-    def accept(self, rows: NDArray[np.int32], token_ids: NDArray[np.int32], num_new: NDArray[np.int32]) -> None:
-        """Advance by the verified tokens, [n, width] of which num_new [n] count."""
+    def accept(
+        self, rows: NDArray[np.int32], token_ids: NDArray[np.int32], num_new: NDArray[np.int32]
+    ) -> dict[int, str]:
+        """Advance by the verified tokens, [n, width] of which num_new [n] count. Returns rows that failed, and why.
+
+        Raises nothing: the step may not be run again once a matcher has advanced.
+        """
+        failed: dict[int, str] = {}
         if not self._matchers:
-            return
+            return failed
         for i in np.nonzero(self._has[rows])[0].tolist():
-            matcher = self._matchers[int(rows[i])]
-            for token in token_ids[i, : num_new[i]].tolist():
-                if not matcher.accept(token):
-                    break  # the end token of a finished grammar
+            row = int(rows[i])
+            try:
+                self._advance(row, token_ids[i, : num_new[i]].tolist())
+            except Exception as error:
+                failed[row] = f"{type(error).__name__}: {error}"
+        return failed
+
+    def _advance(self, row: int, token_ids: list[int]) -> None:
+        matcher, ends = self._matchers[row], self._ends[row]
+        for token in token_ids:
+            if not matcher.accept(token):
+                if token in ends:
+                    return
+                raise RequestError(f"the grammar and the other constraints leave no token; {token} was forced")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -13,14 +13,14 @@ from enginectl.builtin.sampling.logprobs import token_logprobs
 from enginectl.context import BuildContext
 from enginectl.engine.grammar import GrammarRows
 from enginectl.engine.rows import IntRows, Packed, RunnerRows
-from enginectl.engine.verify import verify
+from enginectl.engine.verify import usable_drafts, verify
 from enginectl.errors import OutOfMemoryError
 from enginectl.interfaces.adapter import AdapterBackend
 from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
 from enginectl.interfaces.executor import Executor, NewRow, StepHandle, StepPlan, StepResult
 from enginectl.interfaces.kv import KVLayout
 from enginectl.interfaces.model import ForwardInput, Kept, Model
-from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch, Sampler
+from enginectl.interfaces.sampler import LogitsProcessor, RowParts, SampleBatch, Sampler
 from enginectl.interfaces.speculator import DraftBatch, Speculator
 from enginectl.types import TokenLogprobs
 from enginectl.units import format_size
@@ -75,7 +75,10 @@ class LocalRunner(Executor):
         self._device = torch.device(device)
         self._dtype = dtype
         self._wants_hidden = speculator is not None and speculator.reads_hidden
+        self._row_parts = (*self._processors, sampler)
         self._broken_rows: dict[int, str] = {}
+        self._drafts_for = np.zeros(len(rows.prompt_lens), np.bool_)
+        self._num_failed_proposals = 0
         # Bound once: the step calls these directly.
         self._forward = model.forward
         self._sample_tokens = sampler.sample
@@ -117,30 +120,48 @@ class LocalRunner(Executor):
         for row in plan.removed:
             self._remove_row(row)
         for new in plan.added:
-            try:
-                self._add_row(new)
-            except Exception as error:
-                self._broken_rows[new.row] = f"{type(error).__name__}: {error}"
+            self._add_row(new)
         if plan.block_ids is not None:
             self.rows.block_table[:, plan.block_rows, plan.block_columns] = plan.block_ids
 
     def _add_row(self, new: NewRow) -> None:
+        """A part that raises breaks this row alone, and is not asked to remove what it did not add."""
         self.rows.add(new)
-        for part in (*self._processors, self._sampler):
-            part.add_row(new.row, new.params, new.seed, new.choice, new.prompt_len)
+        added: list[RowParts] = []
+        try:
+            for part in self._row_parts:
+                part.add_row(new.row, new.params, new.seed, new.choice, new.prompt_len)
+                added.append(part)
+            if new.grammar is not None:
+                self._grammars.add_row(new.row, new.grammar, new.token_ids[new.prompt_len :], new.eos_token_ids)
+        except Exception as error:
+            self._broken_rows[new.row] = f"{type(error).__name__}: {error}"
+            self._forget(new.row, added)
+            return
         if self._speculator is not None:
-            self._speculator.add_row(new.row, new.token_ids, new.params)
-        if new.grammar is not None:
-            self._grammars.add_row(new.row, new.grammar, new.token_ids[new.prompt_len :])
+            try:
+                self._speculator.add_row(new.row, new.token_ids, new.params)
+                self._drafts_for[new.row] = True
+            except Exception:
+                log.exception("%s refused a row; it goes without drafts", type(self._speculator).__name__)
 
     def _remove_row(self, row: int) -> None:
-        self._broken_rows.pop(row, None)
         self.rows.remove(row)
-        for part in (*self._processors, self._sampler):
-            part.remove_row(row)
-        if self._speculator is not None:
-            self._speculator.remove_row(row)
         self._grammars.remove_row(row)
+        if self._broken_rows.pop(row, None) is None:
+            self._forget(row, self._row_parts)
+        if self._drafts_for[row]:
+            assert self._speculator is not None, "it drafts for this row"
+            self._drafts_for[row] = False
+            self._forget(row, (self._speculator,))
+
+    @staticmethod
+    def _forget(row: int, parts: Iterable[RowParts | Speculator]) -> None:
+        for part in parts:
+            try:
+                part.remove_row(row)
+            except Exception:
+                log.exception("%s failed to remove a row", type(part).__name__)
 
     def _run(self, plan: StepPlan) -> StepResult:
         broken = {}
@@ -154,8 +175,15 @@ class LocalRunner(Executor):
         result = self._sample(plan, packed, kept)
         if packed.prompt_rows:
             result.prompt_logprobs = self._prompt_logprobs(packed, kept)
+        if result.rows.size:
+            self._look_ahead(plan, packed, kept, result)
         result.errors.update(broken)
         return result
+
+    def _look_ahead(self, plan: StepPlan, packed: Packed, kept: Kept, result: StepResult) -> None:
+        """Drafts for the next step, and grammars advanced: last, because a step that raised is run again."""
+        result.num_drafts = self._propose(plan, packed, kept, result)
+        result.errors = self._grammars.accept(result.rows, result.token_ids, result.num_new)
 
     def _inputs(self, plan: StepPlan, packed: Packed) -> ForwardInput:
         rows = self.rows
@@ -220,8 +248,7 @@ class LocalRunner(Executor):
             tokens, num_new = verify(sampled, widths, drafts)
             which, at = np.nonzero(np.arange(tokens.shape[1]) < num_new[:, None])
             self.rows.token_ids[rows[which], base[which] + at] = tokens[which, at]
-        self._grammars.accept(rows, tokens, num_new)
-        result = StepResult(rows, tokens, num_new, self._propose(plan, packed, kept, rows, base + num_new, num_new))
+        result = StepResult(rows, tokens, num_new, _NO_ROWS)
         if raw is not None:
             result.logprobs = self._logprobs(raw, rows, widths, tokens, num_new)
         return result
@@ -266,28 +293,33 @@ class LocalRunner(Executor):
     def _head(self, batch: SampleBatch) -> torch.Tensor:
         return torch.arange(batch.rows.size, device=self._device)
 
-    def _propose(
-        self, plan: StepPlan, packed: Packed, kept: Kept, rows: IntRows, num_tokens: IntRows, num_new: IntRows
-    ) -> IntRows:
-        """Ask the speculator; drafts go into the token matrix behind the verified tokens. Returns how many, [m]."""
-        speculator = self._speculator
+    def _propose(self, plan: StepPlan, packed: Packed, kept: Kept, result: StepResult) -> IntRows:
+        """Ask the speculator; drafts go into the token matrix behind the verified tokens. Returns how many, [m].
+
+        Drafts are a bonus: a speculator that fails costs speed, never an answer.
+        """
+        speculator, rows = self._speculator, result.rows
         if speculator is None:
             return _NO_ROWS
-        limit = plan.draft_limits[packed.sampled]
+        limit = np.where(self._drafts_for[rows], plan.draft_limits[packed.sampled], np.int32(0))
+        first = np.cumsum(packed.widths) - packed.widths
+        num_tokens = packed.seq_lens[packed.sampled] - (packed.widths - 1) + result.num_new
         hidden = None
         if self._wants_hidden:
             assert kept.hidden is not None, "compose checks that the model offers hidden rows"
-            first = np.cumsum(packed.widths) - packed.widths
-            hidden = kept.hidden[torch.from_numpy((first + num_new - 1).astype(np.int64))]
+            hidden = kept.hidden[torch.from_numpy((first + result.num_new - 1).astype(np.int64))]
         try:
             drafts, counts = speculator.propose(DraftBatch(rows, num_tokens, limit, self.rows.token_ids, hidden))
-        except Exception:  # drafts are a bonus: a speculator that fails costs speed, never an answer
-            log.exception("%s failed to propose; this step goes without drafts", type(speculator).__name__)
+            counts = usable_drafts(drafts, np.minimum(counts, limit), self.model.spec.vocab_size)
+        except Exception:
+            self._num_failed_proposals += 1
+            if self._num_failed_proposals.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
+                name, count = type(speculator).__name__, self._num_failed_proposals
+                log.exception("%s failed to propose (%d times so far); the step goes without drafts", name, count)
             return np.zeros(rows.size, np.int32)
-        counts = np.minimum(counts, limit)
         which, at = np.nonzero(np.arange(drafts.shape[1]) < counts[:, None])
         self.rows.token_ids[rows[which], num_tokens[which] + at] = drafts[which, at]
-        return counts.astype(np.int32)
+        return counts
 
     def _logprobs(
         self, raw: torch.Tensor, rows: IntRows, widths: IntRows, tokens: IntRows, num_new: IntRows

@@ -26,3 +26,13 @@ def verify(sampled: IntRows, widths: IntRows, drafts: IntRows) -> tuple[IntRows,
     agrees = (tokens[:, :-1] == drafts) & valid[:, 1:]
     accepted = np.cumprod(agrees, axis=1).sum(axis=1).astype(np.int32)
     return tokens, accepted + 1
+
+
+def usable_drafts(drafts: IntRows, counts: IntRows, vocab_size: int) -> IntRows:
+    """How many drafts of each row count: those before the first that is no token at all. drafts: [n, width]."""
+    counts = np.clip(counts, 0, drafts.shape[1]).astype(np.int32)
+    strange = (drafts < 0) | (drafts >= vocab_size)
+    if strange.any():
+        first = np.where(strange.any(axis=1), strange.argmax(axis=1), drafts.shape[1])
+        counts = np.minimum(counts, first).astype(np.int32)
+    return counts

@@ -77,7 +77,7 @@ class StepResult:
     rows: [m] int32. token_ids: [m, width] int32. num_new: [m] int32, verified tokens of each row (accepted drafts and
     the one after them). num_drafts: [m] int32, drafts proposed for the next step. logprobs: row to one entry a new
     token, for rows that asked. prompt_logprobs: row to entries for this step's prompt positions. errors: row to
-    message, for rows that failed alone.
+    message, for rows that failed alone; what else is said of them is ignored.
     """
 
     rows: NDArray[np.int32]
@@ -87,6 +87,13 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+
+    def select(self, keep: NDArray[np.bool_]) -> StepResult:
+        """The results of some of its rows, [m] bool."""
+        drafts = self.num_drafts[keep] if self.num_drafts.size else self.num_drafts
+        return StepResult(
+            self.rows[keep], self.token_ids[keep], self.num_new[keep], drafts, self.logprobs, self.prompt_logprobs
+        )
 
 
 class StepHandle(ABC):
@@ -98,7 +105,13 @@ class StepHandle(ABC):
 
 
 class Executor(ABC):
-    """Owns the model, the KV store, the row arrays and everything that reads logits."""
+    """Owns the model, the KV store, the row arrays and everything that reads logits.
+
+    is_asynchronous: `launch` returns before the step has run, and a step launched behind one that raised is not run (its
+    differences are applied, and its handle raises). Others are wrapped by core when steps overlap.
+    """
+
+    is_asynchronous: bool = False
 
     @abstractmethod
     def allocate(self, layout: KVLayout) -> None:
