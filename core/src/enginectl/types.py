@@ -118,7 +118,11 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """time.monotonic() seconds in a choice's life, and how often it was preempted."""
+    """time.monotonic() seconds in a choice's life, and how often it was preempted.
+
+    0.0 is what did not happen. A choice that ended on the API side (a stop string, a reader that left, an engine that
+    died) has that side's times, and no scheduled_s.
+    """
 
     arrival_s: float
     scheduled_s: float

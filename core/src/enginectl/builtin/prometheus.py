@@ -168,11 +168,12 @@ class PrometheusObserver(Observer):
         if not ran:
             return
         arrival = min(timings.arrival_s for timings in ran)
-        scheduled = min(timings.scheduled_s for timings in ran)
+        scheduled = min((timings.scheduled_s for timings in ran if timings.scheduled_s > 0), default=None)
         first = min(timings.first_token_s for timings in ran)
         end = max(timings.finished_s for timings in ran)
-        self._observe("request_queue_time_seconds", adapter, scheduled - arrival)
-        self._observe("request_prefill_time_seconds", adapter, first - scheduled)
+        if scheduled is not None:
+            self._observe("request_queue_time_seconds", adapter, scheduled - arrival)
+            self._observe("request_prefill_time_seconds", adapter, first - scheduled)
         self._observe("time_to_first_token_seconds", adapter, first - arrival)
         self._observe("request_decode_time_seconds", adapter, end - first)
         self._observe("e2e_request_latency_seconds", adapter, end - arrival)

@@ -37,6 +37,7 @@ class RoutedClient(EngineClient):
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._control_ids = itertools.count(1)
         self._adapters: dict[str, str] = {}
+        self._is_draining = False
 
     @abstractmethod
     def _send(self, message: ToEngine) -> None:
@@ -70,8 +71,7 @@ class RoutedClient(EngineClient):
                 if ticket.failure is not None:
                     raise ticket.failure
                 if ticket.pending:
-                    chunks, ticket.pending = ticket.pending, []
-                    yield chunks
+                    yield ticket.take()
                 else:
                     return
         finally:
@@ -81,7 +81,8 @@ class RoutedClient(EngineClient):
         """End a request; its choices finish with reason `abort`."""
         ticket = self.router.tickets.get(request_id) if self.router is not None else None
         if ticket is not None:
-            self._send(Abort(list(ticket.keys)))
+            with contextlib.suppress(EngineDeadError):
+                self._send(Abort(list(ticket.keys)))
 
     async def control(self, name: str, arguments: dict[str, Any] | None = None) -> Any:
         """Ask the engine and wait for its answer."""
@@ -101,6 +102,7 @@ class RoutedClient(EngineClient):
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, wait for running ones, abort the rest."""
+        self._is_draining = True
         if self._state is EngineState.RUNNING:
             self._set_state(EngineState.DRAINING, "the server is shutting down")
         loop = asyncio.get_running_loop()
@@ -136,7 +138,7 @@ class RoutedClient(EngineClient):
 
     def _check_open(self, request: GenerateRequest) -> OutputRouter:
         router = self.router
-        if self._state is EngineState.DRAINING:
+        if self._is_draining:
             raise OverloadedError("the server is shutting down; send the request elsewhere", retry_after_s=30)
         if self._state is not EngineState.RUNNING or router is None:
             raise EngineDeadError(f"the engine is {self._state.value}: {self._reason}; send the request again later")
@@ -170,7 +172,10 @@ class RoutedClient(EngineClient):
         if outputs.stats is not None:
             self._stats = outputs.stats
             for observer in self.observers:
-                observer.on_stats(outputs.stats)
+                try:
+                    observer.on_stats(outputs.stats)
+                except Exception:  # an observer's fault is not the engine's
+                    log.exception("the observer %s failed", type(observer).__name__)
         stopped = self.router.dispatch(outputs)
         if stopped:
             with contextlib.suppress(EngineDeadError):
@@ -187,9 +192,12 @@ class RoutedClient(EngineClient):
 
     def _on_ticket_finished(self, ticket: Ticket, error: str | None) -> None:
         finished = ticket.finished(error)
-        for observer in self.observers:
-            observer.on_finished(finished)
-        self.host.hook.enginectl_request_finished(request=ticket.request, finished=finished)
+        try:
+            for observer in self.observers:
+                observer.on_finished(finished)
+            self.host.hook.enginectl_request_finished(request=ticket.request, finished=finished)
+        except Exception:  # the tokens of other requests follow in the same message
+            log.exception("request %s: an observer or a plugin failed", finished.request_id)
 
     def _fail_open(self, message: str) -> None:
         """The engine is gone: end what is open."""

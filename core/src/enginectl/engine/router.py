@@ -5,6 +5,7 @@ One `OutputRouter` per client. It owns the open requests and makes their text; i
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from enginectl.engine.chunks import coalesce
 from enginectl.engine.client import EngineInfo
 from enginectl.engine.text import ChoiceText, StopMatcher
 from enginectl.errors import RequestError
@@ -29,11 +31,24 @@ from enginectl.types import (
     Usage,
 )
 
+log = logging.getLogger("enginectl.router")
+
+_MERGE_EVERY = 64
+"""Unread chunks of a choice that become one."""
+
 
 class Ticket:
-    """An open request: chunks nobody has read yet, and what is needed to bill it. wake: called when there is news."""
+    """An open request: chunks nobody has read yet, and what is needed to bill it. wake: called when there is news.
+
+    What a reader has not read is bounded by its own request, n choices of at most max_tokens: the engine never waits
+    for a reader, so a slow one costs no blocks and no row, and its chunks are merged, so that a token costs what its
+    id and its text take, not an object of its own.
+    """
 
     __slots__ = (
+        "_merge_at",
+        "_num_merged",
+        "arrival_s",
         "failure",
         "keys",
         "num_cached_tokens",
@@ -49,7 +64,10 @@ class Ticket:
     def __init__(self, request: GenerateRequest, wake: Callable[[], None]) -> None:
         self.request = request
         self.wake = wake
+        self.arrival_s = time.monotonic()
         self.pending: list[OutputChunk] = []
+        self._num_merged = 0
+        self._merge_at = _MERGE_EVERY * request.params.n
         self.keys: set[int] = set()
         self.failure: Exception | None = None
         self.reasons: list[FinishReason] = []
@@ -62,6 +80,19 @@ class Ticket:
     def is_done(self) -> bool:
         """Whether every choice has ended."""
         return not self.keys
+
+    def put(self, chunk: OutputChunk) -> None:
+        """Queue a chunk for the reader; what piles up is merged, each chunk once."""
+        pending = self.pending
+        pending.append(chunk)
+        if len(pending) - self._num_merged >= self._merge_at:
+            pending[self._num_merged :] = coalesce(pending[self._num_merged :])
+            self._num_merged = len(pending)
+
+    def take(self) -> list[OutputChunk]:
+        """What nobody has read yet."""
+        chunks, self.pending, self._num_merged = self.pending, [], 0
+        return chunks
 
     def finished(self, error: str | None = None) -> FinishedRequest:
         """The account of a request that ended."""
@@ -79,13 +110,18 @@ class Ticket:
 
 
 class _Choice:
-    __slots__ = ("index", "key", "text", "ticket")
+    __slots__ = ("first_s", "index", "key", "text", "ticket")
 
     def __init__(self, key: int, index: int, text: ChoiceText, ticket: Ticket) -> None:
         self.key = key
         self.index = index
         self.text = text
         self.ticket = ticket
+        self.first_s = 0.0
+
+    def timings(self) -> Timings:
+        """Of a choice that ends on this side, before the engine says so: as this side saw it."""
+        return Timings(self.ticket.arrival_s, 0.0, self.first_s, time.monotonic(), 0)
 
 
 class OutputRouter:
@@ -121,7 +157,6 @@ class OutputRouter:
         prompt = np.asarray(request.prompt_token_ids, np.int32).tobytes()
         room = self.info.max_model_len - len(request.prompt_token_ids)
         eos = () if params.ignore_eos else self.info.eos_token_ids
-        now = time.monotonic()
         specs = []
         for index in range(params.n):
             key, self._next_key = self._next_key, self._next_key + 1
@@ -143,7 +178,7 @@ class OutputRouter:
                     priority=request.priority,
                     cache_salt=request.cache_salt,
                     tenant=request.tenant,
-                    arrival_s=now,
+                    arrival_s=ticket.arrival_s,
                     timeout_s=request.timeout_s,
                 )
             )
@@ -153,10 +188,7 @@ class OutputRouter:
     def close(self, ticket: Ticket) -> list[int]:
         """Nobody reads this request any more. Returns the keys to abort in the engine."""
         keys = list(ticket.keys)
-        for key in keys:
-            self._choices.pop(key, None)
-            ticket.reasons.append(FinishReason.ABORT)
-        ticket.keys.clear()
+        self._drop_choices(ticket, FinishReason.ABORT)
         if self.tickets.pop(ticket.request.request_id, None) is not None and keys:
             self._report(ticket, None)
         return keys
@@ -164,14 +196,19 @@ class OutputRouter:
     def fail_all(self, error: Exception) -> None:
         """The engine died: every open request ends with this error."""
         for ticket in list(self.tickets.values()):
-            for key in ticket.keys:
-                self._choices.pop(key, None)
-                ticket.reasons.append(FinishReason.ERROR)
-            ticket.keys.clear()
+            self._drop_choices(ticket, FinishReason.ERROR)
             ticket.failure = error
             self._report(ticket, str(error))
             ticket.wake()
         self.tickets.clear()
+
+    def _drop_choices(self, ticket: Ticket, reason: FinishReason) -> None:
+        for key in ticket.keys:
+            choice = self._choices.pop(key)
+            ticket.reasons.append(reason)
+            ticket.timings.append(choice.timings())
+            ticket.num_output_tokens += choice.text.num_output_tokens
+        ticket.keys.clear()
 
     def dispatch(self, outputs: StepOutputs) -> list[int]:
         """Give each choice what the step made for it. Returns keys that hit a stop string: abort them."""
@@ -215,15 +252,24 @@ class OutputRouter:
         text, ticket = choice.text, choice.ticket
         if finished is not None and finished.refused:
             ticket.failure = RequestError(finished.error or "refused")
-        chunk = text.push(token_ids, logprobs, finished)  # type: ignore[arg-type]
+        if not choice.first_s and token_ids:
+            choice.first_s = time.monotonic()
+        try:
+            chunk = text.push(token_ids, logprobs, finished)  # type: ignore[arg-type]
+        except Exception as error:  # a detokenizer's fault ends this choice, not the others
+            log.exception("request %s: making text failed", ticket.request.request_id)
+            chunk = _broken(choice, error)
+        ends = finished is not None or (chunk is not None and chunk.finish_reason is not None)
+        if ends and finished is None:
+            assert chunk is not None, "a choice that ends here ends with a chunk"
+            stopped.append(key)
+            chunk = msgspec.structs.replace(chunk, timings=choice.timings())
         if chunk is not None:
             if key in ticket.prompt_logprobs:
                 chunk = _with_prompt_logprobs(chunk, ticket.prompt_logprobs.pop(key))
-            ticket.pending.append(chunk)
+            ticket.put(chunk)
             touched[ticket] = None
-        if finished is not None or text.stopped:
-            if finished is None:
-                stopped.append(key)
+        if ends:
             self._end(choice, finished, chunk)
 
     def _end(self, choice: _Choice, finished: Finished | None, chunk: OutputChunk | None) -> None:
@@ -231,8 +277,9 @@ class OutputRouter:
         del self._choices[choice.key]
         ticket.keys.discard(choice.key)
         ticket.num_output_tokens += choice.text.num_output_tokens
+        timings = finished.timings if finished is not None else chunk.timings if chunk is not None else None
+        ticket.timings.append(timings or choice.timings())
         if finished is not None:
-            ticket.timings.append(finished.timings)
             ticket.num_cached_tokens = max(ticket.num_cached_tokens, finished.num_cached_tokens)
         reason = chunk.finish_reason if chunk is not None and chunk.finish_reason else FinishReason.STOP
         ticket.reasons.append(reason)
@@ -246,3 +293,14 @@ class OutputRouter:
 
 def _with_prompt_logprobs(chunk: OutputChunk, entries: list[TokenLogprobs | None]) -> OutputChunk:
     return msgspec.structs.replace(chunk, prompt_logprobs=tuple(entries))
+
+
+def _broken(choice: _Choice, error: Exception) -> OutputChunk:
+    message = f"making text failed: {type(error).__name__}: {error}"
+    return OutputChunk(
+        index=choice.index,
+        text="",
+        token_ids=(),
+        finish_reason=FinishReason.ERROR,
+        error=message,
+    )
