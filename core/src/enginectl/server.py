@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -208,7 +209,7 @@ async def run_server(
     """Serve until SIGINT, SIGTERM or `stop`, then drain: /health says so, new requests get 503, running ones may finish.
 
     The caller owns the client and closes it afterwards. sock: from `bind`, bound here if None. on_started is told the
-    address once requests are answered. A second SIGINT ends the drain at once.
+    address once requests are answered. A second signal ends the drain at once.
     Raises UsageError if the address or the TLS files cannot be used.
     """
     sock = sock if sock is not None else bind(server)
@@ -269,6 +270,11 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.on_started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second ends at once, whichever they are."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         stopped = self.stop is not None and self.stop.is_set()

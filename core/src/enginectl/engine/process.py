@@ -5,15 +5,19 @@ Started as `python -m enginectl.engine.process FD`, with a connected socket inhe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from enginectl.engine.messages import (
     HEADER,
@@ -44,6 +48,9 @@ _STALLED_WAIT_S = 0.002
 """How long to wait for news when waiting requests need something that is not there yet."""
 
 
+_PR_SET_PDEATHSIG = 1
+
+
 class EngineServer:
     """Runs one engine over one socket."""
 
@@ -67,8 +74,11 @@ class EngineServer:
         self._send(Ready(engine.info))
         try:
             self._loop(engine)
-        finally:
-            engine.close()
+        except Exception as error:
+            log.exception("the engine loop failed")
+            self._send(Failed(f"{type(error).__name__}: {error}", 1, traceback.format_exc()))
+            return 1
+        engine.close()
         return 0
 
     def _assemble(self, start: Start) -> Assembled:
@@ -85,8 +95,11 @@ class EngineServer:
         engine = compose(start.config, machine=machine, progress=lambda stage: self._send(Progress(stage)))
         adapter = engine.parts.get("adapter")
         for name, path in start.adapters.items():
-            if adapter is not None:
-                adapter.load(name, path)
+            try:
+                if adapter is not None:
+                    adapter.load(name, path)
+            except Exception as error:  # its files may be gone; the engine is worth more than one adapter
+                log.error("adapter %s does not come back: %s", name, error)
         return engine
 
     def _loop(self, engine: Assembled) -> None:
@@ -130,12 +143,17 @@ class EngineServer:
         stream = self._socket.makefile("rb", buffering=1 << 20)
         try:
             while header := stream.read(HEADER.size):
-                body = stream.read(HEADER.unpack(header)[0])
+                (size,) = HEADER.unpack(header)
+                body = stream.read(size)
+                if len(body) < size:
+                    break
                 self._inbox.put(to_engine_decoder.decode(body))
-        except OSError:
+        except (OSError, struct.error):  # cut off in the middle of a frame
             pass
-        finally:
-            os._exit(0)
+        except msgspec.DecodeError:
+            log.exception("a message that cannot be read")
+            os._exit(1)
+        os._exit(0)
 
     def _send(self, message: FromEngine) -> None:
         try:
@@ -157,7 +175,9 @@ def answer(desk: ControlDesk, message: Control) -> Reply:
 
 def main() -> None:
     """Entry of the engine process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to handle: it drains before it stops us
+        signal.signal(number, signal.SIG_IGN)
+    _die_with_parent()
     sock = socket.socket(fileno=int(sys.argv[1]))
     status = 1
     try:
@@ -168,6 +188,18 @@ def main() -> None:
         logging.shutdown()
         sock.close()
         os._exit(status)  # threads of libraries do not hold the process back
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent dies, which reaches even a process that hangs or is stopped.
+
+    Linux only; elsewhere, and if the parent is gone already, the socket tells.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

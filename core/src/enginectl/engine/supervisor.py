@@ -42,7 +42,9 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
 _MAX_CRASHES = 5
 """Deaths in a row, each before the engine served for `_STABLE_S`, after which restarting is given up."""
 _STABLE_S = 60.0
-_STOP_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 3.0
+_WATCH_S = 1.0
+_STDERR = 2
 
 
 class EngineProcess(RoutedClient):
@@ -67,6 +69,7 @@ class EngineProcess(RoutedClient):
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.WriteTransport | None = None
+        self._frames: _Frames | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
@@ -91,9 +94,18 @@ class EngineProcess(RoutedClient):
         self._failure = None
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=os.environ)
-        theirs.close()
-        transport, _ = await loop.create_unix_connection(lambda: _Frames(self), sock=ours)
+        with theirs:
+            # A session of its own keeps a terminal's Ctrl-C from it; stdout stays clean for commands that print answers.
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                env=os.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,
+                start_new_session=True,
+            )
+        self._frames = frames = _Frames(self)
+        transport, _ = await loop.create_unix_connection(lambda: frames, sock=ours)
         self._transport = transport
         transport.write(frame(Start(self.config, self._logs, self._adapters)))
         info = await self._ready
@@ -102,7 +114,9 @@ class EngineProcess(RoutedClient):
                 self._make_detokenizer(info), info, seed=self.config.seed, on_finished=self._on_ticket_finished
             )
         self.info = self.router.info = info
-        if self._state is not EngineState.DRAINING:
+        if self._is_draining:
+            self._set_state(EngineState.DRAINING, "the server is shutting down")
+        else:
             self._set_state(EngineState.RUNNING)
 
     async def _supervise(self) -> None:
@@ -110,19 +124,14 @@ class EngineProcess(RoutedClient):
         crashes, delay = 0, _FIRST_DELAY_S
         while True:
             served_since = time.monotonic()
-            watchdog = asyncio.create_task(self._watch(), name="watchdog")
-            await self._lost.wait()
-            watchdog.cancel()
-            status = await self._reap()
+            await self._until_lost()
+            why = await self._death()
             if time.monotonic() - served_since > _STABLE_S:
                 crashes, delay = 0, _FIRST_DELAY_S
-            why = f"the engine process ended ({_describe(status)})"
             while True:
                 crashes += 1
-                if crashes > _MAX_CRASHES:
-                    reason = f"{why}; it died {crashes} times in a row, so it is not started again"
-                    log.error(reason)
-                    self._set_state(EngineState.DEAD, reason)
+                if self._is_draining or crashes > _MAX_CRASHES:
+                    self._give_up(why, crashes)
                     return
                 log.error("%s; starting it again in %.1f s", why, delay)
                 self._set_state(EngineState.RESTARTING, why)
@@ -131,16 +140,37 @@ class EngineProcess(RoutedClient):
                 try:
                     await self._launch()
                     break
-                except EnginectlError as error:
+                except Exception as error:
                     await self._reap()
                     why = f"the engine did not come back: {error}"
             log.info("the engine serves again")
 
+    def _give_up(self, why: str, crashes: int) -> None:
+        times = "while the server shuts down" if self._is_draining else f"it died {crashes} times in a row"
+        reason = f"{why}; {times}, so it is not started again"
+        log.error(reason)
+        self._set_state(EngineState.DEAD, reason)
+
+    async def _until_lost(self) -> None:
+        watchdog = asyncio.create_task(self._watch(), name="watchdog")
+        try:
+            await self._lost.wait()
+        finally:
+            watchdog.cancel()
+
+    async def _death(self) -> str:
+        """Reap the process and say why it ended."""
+        status = _describe(await self._reap())
+        reported = f": {self._failure.message}" if self._failure is not None else ""
+        return f"the engine process ended ({status}){reported}"
+
     async def _watch(self) -> None:
-        """Report a step that takes longer than it may."""
+        """Report a step that takes longer than it may, and a death that the socket did not tell."""
         reported = False
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_WATCH_S)
+            if self._process is not None and self._process.poll() is not None and self._frames is not None:
+                self.on_lost(self._frames)  # a child of the engine's may still hold the socket
             busy = self.router is not None and self.router.num_open
             silent_s = time.monotonic() - self._last_news_s
             if busy and silent_s > self.config.step_timeout_s:
@@ -152,34 +182,41 @@ class EngineProcess(RoutedClient):
                 reported = False
 
     async def _reap(self) -> int:
+        """Make sure the process is gone; returns its exit status."""
         process = self._process
         assert process is not None, "the engine was started"
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        if self._transport is not None:
+            self._transport.close()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
         return await asyncio.get_running_loop().run_in_executor(None, process.wait)
 
     async def close(self) -> None:
-        """Stop the engine process; kill it if it does not end in time."""
+        """Stop the engine process. It is killed at once unless it serves and is idle, and if it does not stop in time:
+        one that starts, hangs, or has requests that nobody waits for any more would only keep the caller waiting.
+        """
+        is_idle = self.router is not None and not self.router.num_open
+        may_stop = is_idle and self._state in (EngineState.RUNNING, EngineState.DRAINING)
         if self._supervision is not None:
             self._supervision.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervision
         self._set_state(EngineState.DEAD, "the client was closed")
-        process, transport = self._process, self._transport
-        if process is None:
-            return
-        if transport is not None and not transport.is_closing():
-            transport.write(frame(Stop()))
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(None, process.wait, _STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            await loop.run_in_executor(None, process.wait)
-        if transport is not None:
-            transport.close()
         self._fail_open("the engine was stopped")
+        if self._process is None:
+            return
+        try:
+            if may_stop:
+                await self._stop(self._process)
+        finally:
+            self._process.kill()
+        await self._reap()
+
+    async def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        """Let the loop end by itself, so that its parts are closed."""
+        with contextlib.suppress(EngineDeadError, subprocess.TimeoutExpired):
+            self._send(Stop())
+            await asyncio.get_running_loop().run_in_executor(None, process.wait, _STOP_TIMEOUT_S)
 
     # -- transport -----------------------------------------------------------------------------------------------
 
@@ -204,8 +241,10 @@ class EngineProcess(RoutedClient):
             self._last_news_s = time.monotonic()
             self._ready.set_result(message.info)
 
-    def on_lost(self) -> None:
+    def on_lost(self, frames: _Frames) -> None:
         """Called by the transport when the connection ends: the engine is gone, or going."""
+        if frames is not self._frames or self._lost.is_set():
+            return  # of an earlier process, or known already
         self._lost.set()
         message = self._failure.message if self._failure is not None else "the engine process died"
         if self._ready is not None and not self._ready.done():
@@ -246,7 +285,7 @@ class _Frames(asyncio.Protocol):
         del buffer[:start]
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._owner.on_lost()
+        self._owner.on_lost(self)
 
 
 def _describe(status: int) -> str:
