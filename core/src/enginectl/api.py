@@ -31,11 +31,29 @@ from enginectl.types import (
     OutputChunk,
     RequestOutput,
     SamplingParams,
+    StepOutputs,
     TokenLogprobs,
     Usage,
 )
 
 Prompt = str | Sequence[int]
+
+OBJECT_ROLES = frozenset(
+    {
+        Role.SCHEDULER,
+        Role.KV_ALLOCATOR,
+        Role.PREFIX_INDEX,
+        Role.ATTENTION,
+        Role.SAMPLER,
+        Role.SPECULATOR,
+        Role.ADAPTER,
+        Role.GRAMMAR,
+        Role.EXECUTOR,
+        Role.DETOKENIZER,
+        Role.OBSERVER,
+    }
+)
+"""Roles for which `Engine` takes an object instead of a provider's name."""
 
 
 class Engine:
@@ -43,11 +61,15 @@ class Engine:
 
     model: directory or file. plugins: entry points that must serve. Any role may be given by keyword: a string selects
     a provider by name (`attention="torch"`), an object is used as it is (`scheduler=MyScheduler()`), no entry point
-    needed. Every other keyword is a field of `EngineConfig`.
+    needed (OBJECT_ROLES are those that take one). Every other keyword is a field of `EngineConfig`, spelt as on the
+    command line where that has words of its own: `kv_cache_memory_bytes="4GiB"`,
+    `speculative_config={"method": "ngram"}`.
     Raises EnginectlError (see `enginectl.errors`) with what was asked, found, allowed, and what to do.
     """
 
     def __init__(self, model: str, *, plugins: Sequence[str] = (), **options: Any) -> None:
+        from enginectl.config_sources import engine_config
+
         roles: dict[str, str] = dict(options.pop("roles", {}))
         overrides: dict[str, Any] = {}
         for role in Role:
@@ -55,41 +77,46 @@ class Engine:
             if isinstance(part, str):
                 roles[role.value] = part
             elif part is not None:
+                if role not in OBJECT_ROLES:
+                    names = ", ".join(sorted(OBJECT_ROLES))
+                    raise ConfigError(
+                        f"{role.value}={type(part).__name__}(…): this role takes no object, only a name; roles that "
+                        f"take one: {names}. Register a provider from a plugin instead"
+                    )
                 overrides[role.value] = part
         for name in options:
             if name not in EngineConfig.__struct_fields__:
                 raise ConfigError(unknown("option", name, (*EngineConfig.__struct_fields__, *Role)))
-        values = {"model": str(model), "plugins": tuple(plugins), "roles": roles, **options}
-        try:
-            config = msgspec.convert(values, EngineConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError(str(error)) from error
-        self._start(config, overrides)
+        self._start(engine_config(str(model), plugins=tuple(plugins), roles=roles, **options), overrides)
 
     def _start(self, config: EngineConfig, overrides: dict[str, Any]) -> None:
         from enginectl.compose import compose
-        from enginectl.config_checks import validate_config
         from enginectl.engine.threads import use_threads
         from enginectl.machine import detect_machine
 
-        validate_config(config)
         machine = detect_machine()
         host = PluginHost(config.plugins, only_named=config.only_plugins)
         use_threads(config, machine)
         detokenizer = overrides.pop(Role.DETOKENIZER.value, None)
+        observer = overrides.pop(Role.OBSERVER.value, None)
         self._assembled = compose(config, machine=machine, host=host, overrides=overrides)
-        self.config = self._assembled.config
-        self.info = self._assembled.info
-        self.core = self._assembled.core
-        self._api = ApiSide(self.config, host, machine)
-        self._tokenizer = self._api.load_tokenizer(self.info)
-        self._host = host
-        self._router = OutputRouter(
-            detokenizer or self._api.detokenizer(self.info),
-            self.info,
-            seed=config.seed,
-            on_finished=self._on_finished,
-        )
+        try:
+            self.config = self._assembled.config
+            self.info = self._assembled.info
+            self.core = self._assembled.core
+            self._api = ApiSide(self.config, host, machine)
+            self._tokenizer = self._api.load_tokenizer(self.info)
+            self._host = host
+            self._observers = [*self._api.all_of(Role.OBSERVER).values(), *([observer] if observer else [])]
+            self._router = OutputRouter(
+                detokenizer or self._api.detokenizer(self.info),
+                self.info,
+                seed=config.seed,
+                on_finished=self._on_finished,
+            )
+        except BaseException:
+            self._assembled.close()
+            raise
         self._ids = itertools.count(1)
 
     # -- use -----------------------------------------------------------------------------------------------------
@@ -132,8 +159,7 @@ class Engine:
             while open_tickets:
                 self._step()
                 for ticket in [t for t in open_tickets if t.pending or t.is_done]:
-                    collected[ticket] += ticket.pending
-                    ticket.pending = []
+                    collected[ticket] += ticket.take()
                     if ticket.is_done:
                         yield open_tickets.pop(ticket), assemble(ticket, collected.pop(ticket))
         finally:
@@ -146,8 +172,7 @@ class Engine:
             while not ticket.is_done or ticket.pending:
                 if not ticket.pending:
                     self._step()
-                chunks, ticket.pending = ticket.pending, []
-                yield from chunks
+                yield from ticket.take()
         finally:
             self._abort([ticket])
 
@@ -225,6 +250,7 @@ class Engine:
 
     def _step(self) -> None:
         for outputs in self.core.step():
+            self._show(outputs)
             stopped = self._router.dispatch(outputs)
             if stopped:
                 self.core.abort(stopped)
@@ -233,10 +259,19 @@ class Engine:
         for ticket in tickets:
             self.core.abort(self._router.close(ticket))
         for outputs in self.core.step() if self.core.has_work else ():
+            self._show(outputs)
             self._router.dispatch(outputs)
 
     def _on_finished(self, ticket: Ticket, error: str | None) -> None:
-        self._host.hook.enginectl_request_finished(request=ticket.request, finished=ticket.finished(error))
+        finished = ticket.finished(error)
+        for observer in self._observers:
+            observer.on_finished(finished)
+        self._host.hook.enginectl_request_finished(request=ticket.request, finished=finished)
+
+    def _show(self, outputs: StepOutputs) -> None:
+        if outputs.stats is not None:
+            for observer in self._observers:
+                observer.on_stats(outputs.stats)
 
 
 def duplicate_offsets(prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[int]:
