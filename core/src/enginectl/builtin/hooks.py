@@ -41,7 +41,7 @@ torch = _Plugin(
         Role.ATTENTION,
         "torch",
         f"{_here}.attention_torch:build",
-        capabilities=Capabilities(devices=_BOTH, dtypes=_FLOATS),
+        capabilities=Capabilities(devices=_BOTH, dtypes=_FLOATS, host_lengths=True),
         summary="gather and scaled dot product, any device",
     ),
     Provider(Role.SAMPLER, "torch", f"{_here}.sampling:build_sampler", summary="position-keyed noise, any device"),
