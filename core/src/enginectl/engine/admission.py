@@ -151,7 +151,7 @@ class Admission:
         index = self.pool.index
         if index is None or request.spec.params.prompt_logprobs is not None:
             return 0, _EMPTY
-        match = index.match(request.token_ids, request.block_key)
+        match = index.match(request.key, request.token_ids, request.block_key)
         most = (len(request.token_ids) - 1) // self._block_size  # the last token is computed, to sample from
         blocks = match.blocks[:most]
         return blocks.size * self._block_size, blocks

@@ -101,10 +101,11 @@ class PrefixIndex(ABC):
     """Knows what full, verified blocks contain."""
 
     @abstractmethod
-    def match(self, token_ids: NDArray[np.int32], key: BlockKey) -> PrefixMatch:
-        """The longest run of known blocks that starts this prompt. Compares token ids, not hashes alone.
+    def match(self, sequence: int, token_ids: NDArray[np.int32], key: BlockKey) -> PrefixMatch:
+        """The longest run of known blocks that starts these tokens. Compares token ids, not hashes alone.
 
-        Changes nothing. Called: once per admission attempt.
+        sequence: the request's key, so that hashes are kept between attempts and for `publish`, until `end`. What other
+        sequences find does not change. Called: once per admission attempt.
         """
 
     @abstractmethod

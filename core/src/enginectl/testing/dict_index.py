@@ -30,7 +30,7 @@ class DictPrefixIndex(PrefixIndex):
         """Sequences that have published and not ended."""
         return len(self._sequences)
 
-    def match(self, token_ids: NDArray[np.int32], key: BlockKey) -> PrefixMatch:
+    def match(self, sequence: int, token_ids: NDArray[np.int32], key: BlockKey) -> PrefixMatch:
         """Block after block, while the tokens up to its end are known."""
         found: list[int] = []
         for end in range(self._block_size, len(token_ids) + 1, self._block_size):
