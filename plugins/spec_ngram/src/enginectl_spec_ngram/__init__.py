@@ -1,1 +1,1 @@
-"""Prompt-lookup speculation for enginectl. This version registers nothing."""
+"""Prompt-lookup speculation for enginectl."""
