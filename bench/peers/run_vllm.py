@@ -8,8 +8,6 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from protocol import Generate, serve  # noqa: E402
 
-sys.path.pop(0)  # this file is named like the package it imports
-
 
 def make(model: str, options: dict[str, str]) -> Generate:
     """Build the engine; the first start compiles for a minute."""

@@ -11,8 +11,6 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from protocol import Generate, serve  # noqa: E402
 
-sys.path.pop(0)  # this file is named like a package it imports
-
 
 def make(model: str, options: dict[str, str]) -> Generate:
     """Build the pipeline with two threads."""
