@@ -45,8 +45,7 @@ class ControlDesk:
             raise RequestError(f"control message {name!r}: bad arguments: {error}") from error
 
     def _reset_prefix_cache(self, arguments: dict[str, Any]) -> int:
-        self._engine.core.drain()
-        return self._engine.core.pool.reset_index(arguments.get("adapter"))
+        return self._engine.core.reset_prefix_cache(arguments.get("adapter"))
 
     def _adapters(self) -> AdapterBackend:
         backend: AdapterBackend | None = self._engine.parts.get("adapter")
@@ -60,7 +59,7 @@ class ControlDesk:
             self._engine.core.drain()
         info = self._adapters().load(arguments["name"], arguments["path"], replace=replace)
         if replace:
-            self._engine.core.pool.reset_index(info.name)
+            self._engine.core.reset_prefix_cache(info.name)
         return msgspec.to_builtins(info)
 
     def _unload_adapter(self, arguments: dict[str, Any]) -> None:

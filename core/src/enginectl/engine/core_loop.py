@@ -31,6 +31,8 @@ log = logging.getLogger("enginectl.engine")
 IntRows = NDArray[np.int32]
 _Ended = tuple[IntRows, IntRows, NDArray[np.bool_]]
 _NO_ROWS = np.zeros(0, np.int32)
+_NEVER = np.iinfo(np.int32).max
+"""Blocks that a row seems to have published, so that it publishes no others."""
 
 
 @dataclass(slots=True)
@@ -168,6 +170,18 @@ class EngineCore:
         """Retire every step in flight; what became known is in the next `step`'s output."""
         while self._flights:
             self._retire(self._flights.popleft())
+
+    def reset_prefix_cache(self, adapter: str | None = None) -> int:
+        """Forget cached contents (one adapter's, or all). Returns how many blocks were known.
+
+        Rows that run publish no more: what they hold may come from weights that have just been replaced.
+        """
+        self.drain()
+        t = self.table
+        for row in t.order.tolist():
+            if adapter is None or t.request(row).spec.adapter == adapter:
+                t.num_published[row] = _NEVER
+        return self.pool.reset_index(adapter)
 
     def stats(self) -> EngineStats:
         """State now; counters are totals."""
