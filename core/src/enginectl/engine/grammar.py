@@ -145,7 +145,8 @@ class GrammarRows:
     def _advance(self, row: int, token_ids: list[int]) -> None:
         matcher, ends = self._matchers[row], self._ends[row]
         for token in token_ids:
-            if not matcher.accept(token):
-                if token in ends:
-                    return
+            accepted = matcher.accept(token)
+            if token in ends:
+                return  # drafts accepted behind the end are dropped
+            if not accepted:
                 raise RequestError(f"the grammar and the other constraints leave no token; {token} was forced")

@@ -15,6 +15,12 @@ def validate_request(
     params = request.params
     validate_params(params, info.vocab_size)
     _validate_prompt(request, info)
+    if params.structured_outputs is not None and params.ignore_eos:
+        raise RequestError(
+            "ignore_eos contradicts structured_outputs: when the structure is complete, only the end may follow; leave "
+            "one of them out",
+            param="ignore_eos",
+        )
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(params, name)
         if asked is not None and not 0 <= asked <= max_logprobs:
