@@ -32,10 +32,11 @@ def check_capabilities(chosen: Mapping[Role, Entry], spec: ModelSpec, ctx: Build
 
 def _check_layers(part: str, caps: Capabilities, spec: ModelSpec) -> None:
     model = f"model {spec.architecture}"
-    for head_dim in sorted({layer.head_dim for layer in spec.layers}):
+    for head_dim in sorted({dim for layer in spec.layers for dim in (layer.head_dim, layer.v_head_dim)}):
         _member(f"{part} with {model}", "head size", head_dim, caps.head_dims)
     wants = {
         "a sliding window": (any(layer.window for layer in spec.layers), caps.sliding_window),
+        "attention in chunks": (any(layer.chunk for layer in spec.layers), caps.sliding_window),
         "a soft cap": (any(layer.soft_cap for layer in spec.layers), caps.soft_cap),
         "attention sinks": (any(layer.sinks for layer in spec.layers), caps.sinks),
     }

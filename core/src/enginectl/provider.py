@@ -77,7 +77,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: "cpu", "cuda". dtypes: "float32", "bfloat16", "float16". head_dims, block_sizes: sets of sizes in tokens
     and elements. queries_per_seq: most query tokens of one sequence in a decode-shaped step (speculation needs > 1).
-    phases: "prefill", "decode". The rest are features a model or an option may ask for.
+    sliding_window: windows, and attention within chunks. phases: "prefill", "decode". The rest are features a model or an option may ask for.
     """
 
     devices: frozenset[str] | None = None
