@@ -9,6 +9,7 @@ print(out.outputs[0].text)
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -38,6 +39,9 @@ from enginectl.types import (
 
 Prompt = str | Sequence[int]
 
+_STALLED_WAIT_S = 0.001
+"""A pause when waiting requests need something that is not there yet, such as a compiled grammar."""
+
 OBJECT_ROLES = frozenset(
     {
         Role.SCHEDULER,
@@ -49,6 +53,9 @@ OBJECT_ROLES = frozenset(
         Role.ADAPTER,
         Role.GRAMMAR,
         Role.EXECUTOR,
+        Role.LOGITS_PROCESSOR,
+        Role.MODEL_FAMILY,
+        Role.WEIGHTS,
         Role.DETOKENIZER,
         Role.OBSERVER,
     }
@@ -254,13 +261,14 @@ class Engine:
             stopped = self._router.dispatch(outputs)
             if stopped:
                 self.core.abort(stopped)
+        if self.core.has_work and not self.core.made_progress:
+            time.sleep(_STALLED_WAIT_S)
 
     def _abort(self, tickets: Sequence[Ticket] | dict[Ticket, int]) -> None:
         for ticket in tickets:
             self.core.abort(self._router.close(ticket))
-        for outputs in self.core.step() if self.core.has_work else ():
-            self._show(outputs)
-            self._router.dispatch(outputs)
+        if self.core.has_work:
+            self._step()
 
     def _on_finished(self, ticket: Ticket, error: str | None) -> None:
         finished = ticket.finished(error)

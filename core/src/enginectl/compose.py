@@ -20,11 +20,12 @@ from enginectl.engine.deferred import DeferredExecutor
 from enginectl.engine.grammar import GrammarHost
 from enginectl.engine.ledger import BlockPool
 from enginectl.engine.phased_attention import PhasedAttention
-from enginectl.errors import ConfigError, ModelError, PluginError
+from enginectl.errors import ConfigError, ModelError, PluginError, UnsupportedError
 from enginectl.interfaces.attention import AttentionBackend
 from enginectl.interfaces.executor import Executor
 from enginectl.interfaces.kv import KVLayout
-from enginectl.interfaces.model import ModelFamily, ModelSpec
+from enginectl.interfaces.model import Model, ModelFamily, ModelSpec
+from enginectl.interfaces.speculator import Speculator
 from enginectl.interfaces.weights import Checkpoint
 from enginectl.negotiate import check_capabilities
 from enginectl.plugins import Entry, PluginHost, unsupported_reason
@@ -48,6 +49,9 @@ _PACKAGES = {
 }
 
 
+_BESIDE = frozenset({Role.DETOKENIZER, Role.FRONTEND, Role.PARSER, Role.OBSERVER})
+
+
 @dataclass(slots=True)
 class Assembled:
     """A wired engine: the loop, what it reports, and what must be closed."""
@@ -62,10 +66,12 @@ class Assembled:
 
     def close(self) -> None:
         """Free the device and stop threads."""
-        self.core.drain()
-        self.executor.close()
-        if self.grammars is not None:
-            self.grammars.close()
+        try:
+            self.core.drain()
+        finally:
+            self.executor.close()
+            if self.grammars is not None:
+                self.grammars.close()
 
 
 @dataclass(slots=True)
@@ -95,9 +101,11 @@ class Composer:
         ctx = BuildContext(self.config, self.machine, device=device, dtype=dtype, checkpoint=checkpoint)
         family = self._family(ctx, checkpoint)
         spec = family.spec(checkpoint, ctx)
-        ctx = self._choose(ctx, spec)
+        ctx = self._choose(ctx, spec, family)
         config = ctx.engine
         self.progress(f"loading weights of {Path(config.model).name} ({dtype} on {device})")
+        if family.needs_op_set:
+            ctx.parts["op_set"] = self._build(Role.OP_SET, ctx)
         model = family.load(checkpoint, ctx)
         ctx = ctx.with_(model=model, model_spec=model.spec)
         attention = self._build_attention(ctx)
@@ -116,6 +124,9 @@ class Composer:
         for role in (*self.config.roles, *self.overrides):
             if role not in set(Role):
                 raise ConfigError(f"no role named {role!r}; roles: {', '.join(Role)}")
+        for role in self.overrides:
+            if role in _BESIDE:
+                raise ConfigError(f"a {role} lives beside the engine, not in it; it cannot be given as an object here")
 
     def _pick(self, role: Role) -> Entry | None:
         wanted = self.config.roles.get(role.value)
@@ -167,9 +178,18 @@ class Composer:
             raise PluginError(f"{flag} needs a {role.value} plugin and none is installed; install {_PACKAGES[role]}")
         return entry
 
-    def _choose(self, ctx: BuildContext, spec: ModelSpec) -> BuildContext:
+    def _pick_op_set(self, family: ModelFamily) -> None:
+        """Only for a family that is written in one; naming one that nobody would use is an error."""
+        if family.needs_op_set:
+            if Role.OP_SET.value not in self.overrides and self._pick(Role.OP_SET) is None:
+                raise PluginError(f"{type(family).__name__} needs an op set, and none can serve here")
+        elif Role.OP_SET.value in self.config.roles or Role.OP_SET.value in self.overrides:
+            raise ConfigError(f"an op set was given, and {type(family).__name__} uses none; try --model-family native")
+
+    def _choose(self, ctx: BuildContext, spec: ModelSpec, family: ModelFamily) -> BuildContext:
         """Pick every part of cardinality one and intersect what they can do, before a weight is loaded."""
         config = self.config
+        self._pick_op_set(family)
         if Role.ATTENTION.value not in self.overrides:
             self._pick_attention()
         for role in (Role.SCHEDULER, Role.KV_ALLOCATOR, Role.SAMPLER, Role.EXECUTOR):
@@ -191,7 +211,10 @@ class Composer:
         kv_dtype = ctx.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         if kv_dtype != ctx.dtype:
             raise ConfigError(f"--kv-cache-dtype {kv_dtype}: the attention backend stores {ctx.dtype} here; use auto")
-        config = msgspec.structs.replace(config, kv_cache_dtype=kv_dtype, dtype=ctx.dtype, device=ctx.device)
+        adapters = Role.ADAPTER in self.chosen or Role.ADAPTER.value in self.overrides
+        config = msgspec.structs.replace(
+            config, kv_cache_dtype=kv_dtype, dtype=ctx.dtype, device=ctx.device, enable_lora=adapters
+        )
         return ctx.with_(engine=config, model_spec=spec)
 
     def _open(self) -> Checkpoint:
@@ -201,6 +224,11 @@ class Composer:
                 f"no model at {str(path)!r}; give a directory with config.json and *.safetensors, or a .gguf file "
                 "(models are not downloaded)"
             )
+        if (given := self._given(Role.WEIGHTS)) is not None:
+            if not given.matches(path):
+                raise ModelError(f"{str(path)!r} is not in the format that {type(given).__name__} reads")
+            read: Checkpoint = given.open(path)
+            return read
         wanted = self.config.roles.get(Role.WEIGHTS.value)
         usable = [self.host.entry(Role.WEIGHTS, wanted)] if wanted else self._serving(Role.WEIGHTS)
         ctx = BuildContext(self.config, self.machine)
@@ -215,6 +243,12 @@ class Composer:
         raise ModelError(f"{str(path)!r} is in no format that an installed weights source reads ({names})")
 
     def _family(self, ctx: BuildContext, checkpoint: Checkpoint) -> ModelFamily:
+        kind = checkpoint.config.get("model_type", "unknown")
+        if (given := self._given(Role.MODEL_FAMILY)) is not None:
+            if (reason := given.refuses(checkpoint)) is not None:
+                raise ModelError(f"{type(given).__name__} cannot run {kind!r} exactly ({reason})")
+            mine: ModelFamily = given
+            return mine
         wanted = self.config.roles.get(Role.MODEL_FAMILY.value)
         usable = [self.host.entry(Role.MODEL_FAMILY, wanted)] if wanted else self._serving(Role.MODEL_FAMILY)
         reasons = []
@@ -227,7 +261,6 @@ class Composer:
                 return family
             reasons.append(f"{entry.provider.name}: {reason}")
             self.skipped.append((Role.MODEL_FAMILY.value, entry.provider.name, reason))
-        kind = checkpoint.config.get("model_type", "unknown")
         raise ModelError(f"no model family can run {kind!r} exactly ({'; '.join(reasons)})")
 
     def _serving(self, role: Role) -> list[Entry]:
@@ -247,9 +280,7 @@ class Composer:
         self.table.append((role.value, entry.provider.name, plugin.name, plugin.distribution, plugin.version))
 
     def _build(self, role: Role, ctx: BuildContext) -> Any:
-        if role.value in self.overrides:
-            part = self.overrides[role.value]
-            self.table.append((role.value, type(part).__name__, "-", type(part).__module__, "-"))
+        if (part := self._given(role)) is not None:
             return part
         entry = self.chosen.get(role)
         if entry is None:
@@ -258,11 +289,24 @@ class Composer:
         self._record(role, entry)
         return part
 
+    def _given(self, role: Role) -> Any:
+        """The caller's own object for this role, or None."""
+        part = self.overrides.get(role.value)
+        for each in part if isinstance(part, list | tuple) else [part] if part is not None else []:
+            self.table.append((role.value, type(each).__name__, "-", type(each).__module__, "-"))
+        return part
+
     def _build_all(self, role: Role, ctx: BuildContext) -> dict[str, Any]:
-        parts = {}
+        """Everyone who serves the role, by name; the caller's own objects come last."""
+        parts: dict[str, Any] = {}
         for entry in self._serving(role):
             parts[entry.provider.name] = entry.provider.build(self._with_options(ctx, entry))
             self._record(role, entry)
+        given = self._given(role)
+        if given is not None:
+            for part in given if isinstance(given, list | tuple) else [given]:
+                name = str(getattr(part, "name", type(part).__name__))
+                parts[name if name not in parts else f"{name}-{len(parts)}"] = part
         return parts
 
     def _wire(self, ctx: BuildContext, layout: KVLayout) -> Assembled:
@@ -283,10 +327,10 @@ class Composer:
             for name, path in config.lora_modules.items():
                 parts["adapter"].load(name, path)
         backends = self._build_all(Role.GRAMMAR, ctx)
-        backends.update({"override": self.overrides["grammar"]} if "grammar" in self.overrides else {})
         grammars = GrammarHost(backends) if backends else None
+        self._check_hidden(parts["speculator"], ctx.model)
         executor: Executor = self._build(Role.EXECUTOR, ctx)
-        if config.overlap_depth and ctx.device == "cpu":
+        if config.overlap_depth and not executor.is_asynchronous:
             executor = DeferredExecutor(executor)
         self.progress(f"allocating {layout.num_blocks - 1} KV blocks of {layout.block_size} tokens")
         executor.allocate(layout)
@@ -313,6 +357,15 @@ class Composer:
             overlap_depth=config.overlap_depth or 0,
         )
         return Assembled(core, self._info(ctx, layout), config, self.host, parts, executor, grammars)
+
+    @staticmethod
+    def _check_hidden(speculator: Speculator | None, model: Model | None) -> None:
+        assert model is not None, "the model is loaded"
+        if speculator is not None and speculator.reads_hidden and not model.keeps_hidden:
+            raise UnsupportedError(
+                f"speculator {type(speculator).__name__} reads hidden states, which model {model.spec.architecture} "
+                f"({type(model).__name__}) does not keep; choose another --model-family or speculator"
+            )
 
     def _info(self, ctx: BuildContext, layout: KVLayout) -> EngineInfo:
         from enginectl.resolve import eos_token_ids, sampling_defaults

@@ -78,7 +78,14 @@ def adapters() -> ConstantAdapters:
 
 
 def engine_of(model: Path, **options: Any) -> Engine:
-    options = {"max_num_seqs": 16, "block_size": 4, "dtype": "float32", "num_threads": 1, **options}
+    options = {
+        "max_num_seqs": 16,
+        "block_size": 4,
+        "dtype": "float32",
+        "num_threads": 1,
+        "only_plugins": True,
+        **options,
+    }
     return Engine(
         str(model),
         grammar=CycleGrammar(VOCAB_SIZE, [EOS]),
@@ -266,7 +273,7 @@ def distance(small: Path, joint: np.ndarray[Any, Any], speculator: Speculator) -
     params = SamplingParams(temperature=3.0, max_tokens=3, ignore_eos=True)
     with Engine(
         str(small), speculator=speculator, seed=1, max_num_seqs=500, max_num_batched_tokens=4096, dtype="float32",
-        max_model_len=16, num_threads=1,
+        max_model_len=16, num_threads=1, only_plugins=True,
     ) as engine:  # fmt: skip
         outputs = engine.generate([PROMPT] * NUM_DRAWS, [params] * NUM_DRAWS)
         stats = engine.stats()

@@ -70,9 +70,13 @@ class Kept:
 
 
 class Model(ABC):
-    """A loaded model on its device. Stateless between steps except for its KV pages."""
+    """A loaded model on its device. Stateless between steps except for its KV pages.
+
+    keeps_hidden: `Kept.hidden` is always there, for speculators that read it.
+    """
 
     spec: ModelSpec
+    keeps_hidden: bool = True
 
     @abstractmethod
     def use_attention(self, attention: AttentionBackend) -> None:
@@ -95,7 +99,12 @@ class Model(ABC):
 
 
 class ModelFamily(ABC):
-    """Loads the architectures it knows."""
+    """Loads the architectures it knows.
+
+    needs_op_set: its models are written in the ops of an op set, which `load` finds in ctx.parts["op_set"].
+    """
+
+    needs_op_set: bool = False
 
     @abstractmethod
     def refuses(self, checkpoint: Checkpoint) -> str | None:

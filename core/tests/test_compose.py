@@ -1,0 +1,210 @@
+"""Parts are wired, or refused with both names and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from torch import Tensor
+
+from enginectl import Engine, SamplingParams
+from enginectl.builtin.transformers_family.family import TransformersFamily
+from enginectl.builtin.weights import build_safetensors
+from enginectl.config import EngineConfig
+from enginectl.context import BuildContext, Machine
+from enginectl.engine.deferred import DeferredExecutor
+from enginectl.errors import ConfigError, EnginectlError, ModelError, OutOfMemoryError, PluginError, UnsupportedError
+from enginectl.interfaces.model import LayerSpec, ModelSpec
+from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch
+from enginectl.negotiate import check_capabilities
+from enginectl.plugins import Entry, Plugin
+from enginectl.provider import Capabilities, Provider, Role
+from enginectl.testing.tiny_models import save_tiny_model
+from enginectl.testing.toys import ConstantSpeculator, HiddenSpeculator
+
+MACHINE = Machine(num_cores=1, memory_bytes=1 << 30, cpu_flags=frozenset())
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("compose") / "llama")
+
+
+def small(model: Path | str, **options: Any) -> Engine:
+    """Core's own parts only, whatever else is installed."""
+    options = {"max_num_seqs": 2, "dtype": "float32", "num_threads": 1, "only_plugins": True, **options}
+    return Engine(str(model), **options)
+
+
+class OnlyToken(LogitsProcessor):
+    """Forces one token on every row."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def add_row(self, row: int, params: SamplingParams, seed: int, choice: int, prompt_len: int) -> None: ...
+
+    def remove_row(self, row: int) -> None: ...
+
+    def is_active(self, rows: NDArray[np.int32]) -> bool:
+        return True
+
+    def needs_logits(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return np.ones(rows.size, np.bool_)
+
+    def apply(self, logits: Tensor, batch: SampleBatch) -> None:
+        kept = logits[:, self.token].clone()
+        logits[:] = -float("inf")
+        logits[:, self.token] = kept
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_logits_processor_given_as_an_object_runs(several: bool, tiny_llama: Path) -> None:
+    """It was accepted and ignored."""
+    mine = [OnlyToken(5), OnlyToken(5)] if several else OnlyToken(5)
+    with small(tiny_llama, logits_processor=mine) as engine:
+        (output,) = engine.generate([[1, 2]], GREEDY)
+        assert output.outputs[0].token_ids == (5,) * 4
+        assert [row[1] for row in engine.info.table].count("OnlyToken") == (2 if several else 1)
+
+
+def test_weights_and_model_family_given_as_objects_are_used(tiny_llama: Path) -> None:
+    """They were accepted and ignored."""
+
+    class Family(TransformersFamily):
+        num_loads = 0
+
+        def load(self, checkpoint: Any, ctx: BuildContext) -> Any:
+            self.num_loads += 1
+            return super().load(checkpoint, ctx)
+
+    family, weights = Family(), build_safetensors(BuildContext(EngineConfig(model=""), MACHINE))
+    with small(tiny_llama, model_family=family, weights=weights) as engine:
+        assert len(engine.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids) == 4
+    assert family.num_loads == 1
+
+
+def test_weights_that_cannot_read_the_path_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model.txt").write_text("no weights")
+    weights = build_safetensors(BuildContext(EngineConfig(model=""), MACHINE))
+    with pytest.raises(ModelError, match=r"model\.txt.*not in the format that \w+ reads"):
+        small(tmp_path / "model.txt", weights=weights)
+
+
+def test_a_speculator_that_reads_hidden_states_needs_a_model_that_keeps_them(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step failed for every row instead."""
+    import torch
+
+    monkeypatch.setattr("enginectl.builtin.transformers_family.model.TransformersModel.keeps_hidden", False)
+    with pytest.raises(UnsupportedError, match=r"HiddenSpeculator.*LlamaForCausalLM"):
+        small(tiny_llama, speculator=HiddenSpeculator(torch.zeros(1, 1)))
+    small(tiny_llama, speculator=ConstantSpeculator()).close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_executor_that_answers_at_once_is_deferred_when_steps_overlap(depth: int, tiny_llama: Path) -> None:
+    with small(tiny_llama, overlap_depth=depth) as engine:
+        assert isinstance(engine.core.executor, DeferredExecutor) == bool(depth)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"model": "/nowhere/at/all"}, ModelError, "no model at '/nowhere/at/all'; give a directory"),
+        ({"tensor_parallel_size": 2}, UnsupportedError, "tensor_parallel_size"),
+        ({"enable_prefix_caching": True}, PluginError, "enginectl-prefix-cache"),
+        ({"enable_lora": True}, PluginError, "enginectl-lora-sgmv"),
+        ({"speculator": "ngarm"}, PluginError, "no speculator named 'ngarm'"),
+        ({"attention": "torhc"}, PluginError, "did you mean 'torch'"),
+        ({"scheduling_policy": "fcsf"}, PluginError, "did you mean 'fcfs'"),
+        ({"plugins": ["fcsf"]}, PluginError, "did you mean 'fcfs'"),
+        ({"roles": {"sheduler": "fcfs"}}, EnginectlError, "sheduler"),
+        ({"max_model_len": 100_000}, ConfigError, "256"),
+        ({"max_model_len": 200, "num_gpu_blocks_override": 4}, OutOfMemoryError, "64 tokens.*max-model-len 200"),
+        ({"kv_cache_memory_bytes": 100}, OutOfMemoryError, "at least 2 are needed"),
+        ({"device": "cuda"}, UnsupportedError, "no NVIDIA GPU"),
+        ({"kv_cache_dtype": "bfloat16"}, ConfigError, "kv-cache-dtype bfloat16"),
+        ({"plugin_options": {"fcsf": {"x": 1}}}, PluginError, "no plugin named 'fcsf'; did you mean 'fcfs'"),
+        ({"plugin_options": {"fcfs": {"x": 1}}}, ConfigError, "takes no options"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 16}, ConfigError, "chunked"),
+        ({"max_num_seq": 3}, ConfigError, "did you mean 'max_num_seqs'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_what_cannot_be_composed_is_refused(
+    options: dict[str, Any], error: type[EnginectlError], words: str, tiny_llama: Path
+) -> None:
+    """Law 23: what was asked, what is allowed, what to do; before a request can meet it."""
+    options = {"model": tiny_llama, **options}
+    with pytest.raises(error, match=words):
+        small(**options).close()
+
+
+def test_a_length_nobody_asked_for_shrinks_to_the_pool(tiny_llama: Path) -> None:
+    with small(tiny_llama, num_gpu_blocks_override=4) as engine:
+        assert engine.info.max_model_len == 64
+        assert engine.info.num_kv_tokens == 64
+        (output,) = engine.generate([[1]], SamplingParams(temperature=0.0, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 63
+
+
+# -- capabilities ------------------------------------------------------------------------------------------------
+
+CONTEXT = BuildContext(EngineConfig(model="m", block_size=16), MACHINE)
+
+
+def entry(role: Role, name: str, **capabilities: Any) -> Entry:
+    provider = Provider(role, name, "module:factory", capabilities=Capabilities(**capabilities))
+    return Entry(provider, Plugin(name, "dist", "1", "module:object"))
+
+
+def model_spec(**layer: Any) -> ModelSpec:
+    fields = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "v_head_dim": 64, "scale": 1.0, **layer}
+    return ModelSpec(architecture="Toy", layers=(LayerSpec(**fields),), vocab_size=8, hidden_size=128, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "layer", "words"),
+    [
+        ({"head_dims": frozenset({128})}, {}, ("attention 'toy'", "model Toy", "head size 64")),
+        ({"sliding_window": False}, {"window": 8}, ("attention 'toy'", "model Toy", "sliding window")),
+        ({"sliding_window": False}, {"chunk": 8}, ("attention 'toy'", "model Toy", "chunk")),
+        ({"soft_cap": False}, {"soft_cap": 2.0}, ("attention 'toy'", "model Toy", "soft cap")),
+        ({"sinks": False}, {"sinks": True}, ("attention 'toy'", "model Toy", "sinks")),
+        ({"block_sizes": frozenset({32})}, {}, ("attention 'toy'", "block size 16")),
+        ({"dtypes": frozenset({"bfloat16"})}, {}, ("attention 'toy'", "dtype float32")),
+        ({"devices": frozenset({"cuda"})}, {}, ("attention 'toy'", "device cpu")),
+        ({"head_dims": frozenset({64})}, {"v_head_dim": 32}, ("attention 'toy'", "model Toy", "head size 32")),
+        ({"queries_per_seq": 1}, {}, ("attention 'toy'", "speculator 'drafts'")),
+    ],
+)
+def test_parts_that_cannot_work_together_are_both_named(
+    capabilities: dict[str, Any], layer: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    """Negotiation happens before a weight is loaded."""
+    chosen = {
+        Role.ATTENTION: entry(Role.ATTENTION, "toy", **capabilities),
+        Role.SPECULATOR: entry(Role.SPECULATOR, "drafts"),
+    }
+    with pytest.raises(UnsupportedError) as caught:
+        check_capabilities(chosen, model_spec(**layer), CONTEXT)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_parts_without_limits_work_together() -> None:
+    chosen = {Role.ATTENTION: entry(Role.ATTENTION, "toy"), Role.SPECULATOR: entry(Role.SPECULATOR, "drafts")}
+    check_capabilities(chosen, model_spec(window=8, soft_cap=1.0, sinks=True), CONTEXT)
+
+
+def test_a_failed_start_names_the_model_that_cannot_run(tmp_path: Path) -> None:
+    path = save_tiny_model("llama", tmp_path / "m", tokenizer=False)
+    config = (path / "config.json").read_text().replace('"llama"', '"rwkv"')
+    (path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match="rwkv"):
+        small(path)
