@@ -149,7 +149,9 @@ def field_table(node: ast.ClassDef) -> str:
 
 def field_lines(node: ast.ClassDef) -> str:
     """The fields of a class as they are declared."""
-    lines = [f"{f.name}: {f.kind}" + (f" = {_default(f.default)}" if f.default else "") + _note(f) for f in fields(node)]
+    lines = [
+        f"{f.name}: {f.kind}" + (f" = {_default(f.default)}" if f.default else "") + _note(f) for f in fields(node)
+    ]
     return "```python\n" + "\n".join(lines) + "\n```\n"
 
 

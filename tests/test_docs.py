@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -21,13 +23,16 @@ from enginectl.builtin.openai.openapi import describe_routes
 from enginectl.builtin.prometheus import PrometheusFrontend, PrometheusObserver
 from enginectl.config import EngineConfig, ServerConfig
 from enginectl.hookspecs import HookSpecs
+from enginectl.plugins import Plugin, PluginHost
+from enginectl.provider import Role
 from enginectl.server import OPENAPI_PATH, build_app
 from enginectl.testing.fake_client import FakeClient
+from enginectl.types import FinishedRequest, FinishReason, Timings, Usage
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
-PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
+PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "core" / "README.md"]
 PLUGIN_READMES = sorted(ROOT.glob("plugins/*/README.md"))
 
 _BLOCK = re.compile(r"^(?:`(?P<file>[^`\n]+)`:\n\n)?```(?P<kind>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -104,6 +109,37 @@ def test_python_in_the_pages_parses(page: Path) -> None:
     for block in blocks(page):
         if block.kind == "python":
             ast.parse(block.code)
+
+
+def readme_block(start: str) -> str:
+    return next(block.code for block in blocks(ROOT / "README.md") if block.code.startswith(start))
+
+
+def test_readme_observer_prints_slow_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(readme_block("# slow_log/observer.py"), names)
+    observer = names["build"](None)
+    reasons, usage = (FinishReason.STOP, FinishReason.ABORT), Usage(3, 4)
+    timings = (Timings(1.0, 1.0, 2.0, 21.5, 0), Timings(1.0, 0.0, 0.0, 2.0, 0))
+    observer.on_finished(FinishedRequest(request_id="r-1", reasons=reasons, usage=usage, timings=timings))
+    assert capsys.readouterr().out == "r-1: 20.5 s\n"
+
+
+def test_readme_plugin_registers() -> None:
+    names: dict[str, Any] = {}
+    exec(readme_block("# slow_log/hooks.py"), names)
+    host = PluginHost()
+    host.register(SimpleNamespace(**names), Plugin("slow-log", "slow-log", "1", "slow_log.hooks"))
+    assert host.entry(Role.OBSERVER, "slow-log").plugin.name == "slow-log"
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_readme_python_example_names_paris(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = readme_block("from enginectl import Engine")
+    assert demo_model.name in code
+    exec(code.replace(f".cache/models/{demo_model.name}", str(demo_model)), {})
+    assert "Paris" in capsys.readouterr().out
 
 
 # -- reference ---------------------------------------------------------------------------------------------------------
