@@ -21,6 +21,7 @@ from enginectl.engine.ledger import BlockPool
 from enginectl.engine.narrow import run_narrowed
 from enginectl.engine.outputs import OutputBuilder
 from enginectl.engine.request import Request
+from enginectl.engine.speculation import SpeculationController
 from enginectl.errors import EngineDeadError
 from enginectl.interfaces.executor import Executor, NewRow, StepHandle, StepPlan, StepResult
 from enginectl.interfaces.scheduler import Scheduler, StepBudget
@@ -46,6 +47,11 @@ class Flight:
     sampled: IntRows
     base: IntRows
     launched_s: float
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether drafts are verified in it or may be proposed by it."""
+        return bool(self.plan.num_drafts.any() or self.plan.draft_limits.any())
 
 
 @dataclass(slots=True)
@@ -89,6 +95,7 @@ class EngineCore:
         max_num_batched_tokens: int,
         max_chunk: int | None = None,
         max_drafts: int = 0,
+        speculation: SpeculationController | None = None,
         overlap_depth: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,6 +109,8 @@ class EngineCore:
         self._block_size = block_size
         self._budget = StepBudget(max_num_batched_tokens, max_chunk or max_num_batched_tokens)
         self._max_drafts = max_drafts
+        self._speculation = speculation
+        self._retired_s = 0.0
         self._depth = overlap_depth
         self._clock = clock
         self._requests: dict[int, Request] = {}
@@ -207,8 +216,8 @@ class EngineCore:
     # -- schedule ------------------------------------------------------------------------------------------------
 
     def _plan(self, now: float) -> StepPlan | None:
-        if self._max_drafts and self._flights:
-            self.drain()  # how many drafts were accepted decides what comes next
+        if self._max_drafts and any(flight.has_drafts for flight in self._flights):
+            self.drain()  # how many drafts were accepted, or are proposed, decides what comes next
         counts = self._grant_running(now)
         if counts is None:  # blocks ran out and steps are in flight: their rows must come back first
             self.drain()
@@ -333,6 +342,8 @@ class EngineCore:
             self.counters.prompt_tokens += request.prompt_len
         spec = request.spec
         t.draft_limit[row] = self.admission.draft_limit(spec.params)
+        if self._speculation is not None:
+            self._speculation.open_row(row, spec.params)
         grammar = request.grammar.result() if request.grammar is not None else None
         self._changes.added.append(
             NewRow(
@@ -363,6 +374,8 @@ class EngineCore:
         if self._max_drafts:
             room = t.max_tokens[rows] - t.num_tokens[rows] - drafts - 2
             limits = np.clip(room, 0, limits).astype(np.int32)
+            if self._speculation is not None:
+                limits = self._draft_limits(self._speculation, rows, counts, samples, limits)
         plan = StepPlan(rows, computed, counts, drafts, samples, limits)
         changes = self._changes
         if changes.removed or changes.added or changes.block_ids:
@@ -373,6 +386,22 @@ class EngineCore:
                 plan.block_ids = np.concatenate(changes.block_ids)[None]
             self._changes = _Changes()
         return plan
+
+    def _draft_limits(
+        self,
+        speculation: SpeculationController,
+        rows: IntRows,
+        counts: IntRows,
+        samples: NDArray[np.bool_],
+        room: IntRows,
+    ) -> IntRows:
+        """What the controller gives the rows that sample; prompts that go on, or wait, fill the next step too."""
+        if samples.all():
+            waits = len(self.scheduler) and self.table.num_free_rows
+            return speculation.limits(rows, room, self._budget.num_tokens if waits else 0)
+        limits = np.zeros_like(room)
+        limits[samples] = speculation.limits(rows[samples], room[samples], int(counts[~samples].sum()))
+        return limits
 
     def _start(self, plan: StepPlan) -> Flight:
         """Launch, and advance the books as if it had worked: each sampling row has one more token, value to come."""
@@ -398,6 +427,8 @@ class EngineCore:
             result = flight.handle.wait()
         except Exception as error:
             result = self._recover(flight, error)
+        if self._speculation is not None:
+            self._observe(self._speculation, flight, result)
         self._last_tokens, self._last_s = int(plan.num_tokens.sum()), self._clock() - flight.launched_s
         t.in_flight[plan.rows] -= 1
         sampled, base = flight.sampled, flight.base
@@ -412,6 +443,21 @@ class EngineCore:
             closing = plan.rows[t.is_closing[plan.rows] & (t.in_flight[plan.rows] == 0)]
             for row in closing.tolist():
                 self._vacate(row)
+
+    def _observe(self, speculation: SpeculationController, flight: Flight, result: StepResult) -> None:
+        """Tell the controller what the step cost, had to propose, and accepted. Steps that hold prompts say nothing."""
+        now, plan = self._clock(), flight.plan
+        started = max(flight.launched_s, self._retired_s)
+        self._retired_s = now
+        if result.errors or not plan.samples.all():
+            return
+        if (plan.num_tokens == plan.num_drafts + 1).all():
+            longest = int(plan.draft_limits.max())
+            speculation.observe_step(int(plan.num_tokens.sum()), now - started, result.propose_s, longest)
+        if result.num_drafts.size and plan.draft_limits.any():
+            speculation.observe_proposals(plan.rows, plan.draft_limits, result.num_drafts)
+        if plan.num_drafts.any():
+            speculation.observe_verified(plan.rows, plan.num_drafts, result.num_new - 1)
 
     def _recover(self, flight: Flight, error: Exception) -> StepResult:
         """A step raised: undo later flights (they did not run), then run its rows in halves to find the culprit.

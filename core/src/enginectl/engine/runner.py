@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -182,7 +183,9 @@ class LocalRunner(Executor):
 
     def _look_ahead(self, plan: StepPlan, packed: Packed, kept: Kept, result: StepResult) -> None:
         """Drafts for the next step, and grammars advanced: last, because a step that raised is run again."""
+        started = time.perf_counter()
         result.num_drafts = self._propose(plan, packed, kept, result)
+        result.propose_s = time.perf_counter() - started
         result.errors = self._grammars.accept(result.rows, result.token_ids, result.num_new)
 
     def _inputs(self, plan: StepPlan, packed: Packed) -> ForwardInput:
@@ -302,6 +305,8 @@ class LocalRunner(Executor):
         if speculator is None:
             return _NO_ROWS
         limit = np.where(self._drafts_for[rows], plan.draft_limits[packed.sampled], np.int32(0))
+        if not limit.any():
+            return np.zeros(rows.size, np.int32)
         first = np.cumsum(packed.widths) - packed.widths
         num_tokens = packed.seq_lens[packed.sampled] - (packed.widths - 1) + result.num_new
         hidden = None

@@ -77,7 +77,8 @@ class StepResult:
     rows: [m] int32. token_ids: [m, width] int32. num_new: [m] int32, verified tokens of each row (accepted drafts and
     the one after them). num_drafts: [m] int32, drafts proposed for the next step. logprobs: row to one entry a new
     token, for rows that asked. prompt_logprobs: row to entries for this step's prompt positions. errors: row to
-    message, for rows that failed alone; what else is said of them is ignored.
+    message, for rows that failed alone; what else is said of them is ignored. propose_s: seconds of the step that the
+    speculator took.
     """
 
     rows: NDArray[np.int32]
@@ -87,6 +88,7 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    propose_s: float = 0.0
 
     def select(self, keep: NDArray[np.bool_]) -> StepResult:
         """The results of some of its rows, [m] bool."""

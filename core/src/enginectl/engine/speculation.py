@@ -1,0 +1,301 @@
+"""How many drafts each row gets: as many as raise expected tokens per second, none where none do.
+
+Two things are measured while the engine runs: what a step costs by its number of tokens, and how often drafts are
+accepted, by row and position. Each step the most promising drafts are added while they raise
+
+    expected tokens / (step time + drafting time)
+
+over all rows together. Whatever is chosen, no token changes: verification decides what is kept. Nothing here reads a
+clock; times are handed in, so decisions are reproducible from what was observed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginectl.types import SamplingParams
+
+IntRows = NDArray[np.int32]
+Floats = NDArray[np.float64]
+
+_ASSUMED_SLOPE = 0.1
+"""Cost of one more token beside that of a step with none, where nothing was measured: right for a CPU."""
+
+_RECENT = 9
+_DECAY, _SHARED_DECAY, _PROBE_DECAY = 0.9, 0.98, 0.8
+_PRIOR_WEIGHT = 2.0
+_PRIOR_HITS, _PRIOR_TRIALS = 1.2, 2.0
+_CAUTION = 0.9
+"""While off, drafts must promise this much less than they do now, so that noise does not switch them on and off."""
+
+_RECHECK = 8
+_FIRST_PROBE, _LAST_PROBE = 16, 64
+_PROBE_LENGTH = 2
+_REFRESH = 256
+
+
+class StepCosts:
+    """Seconds a decode step takes, by its tokens: medians of recent times where there are any, lines in between."""
+
+    def __init__(self, max_tokens: int) -> None:
+        exact = np.minimum(np.arange(max_tokens + 1), 8)
+        wide = np.floor(np.log(np.maximum(np.arange(max_tokens + 1), 8) / 8) / np.log(1.25))
+        self._bucket: list[int] = (exact + wide).astype(int).tolist()
+        num_buckets = self._bucket[-1] + 1
+        self._times: list[deque[float]] = [deque(maxlen=_RECENT) for _ in range(num_buckets)]
+        self._sizes: list[deque[int]] = [deque(maxlen=_RECENT) for _ in range(num_buckets)]
+        self._seen_at = [-1] * num_buckets
+        self._passes: deque[float] = deque(maxlen=_RECENT)
+        self._num_observed = 0
+        self._points: tuple[Floats, Floats] | None = None
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step of decodes and their drafts took so long, drafting apart."""
+        bucket = self._bucket[min(num_tokens, len(self._bucket) - 1)]
+        self._times[bucket].append(seconds)
+        self._sizes[bucket].append(num_tokens)
+        self._num_observed += 1
+        self._seen_at[bucket] = self._num_observed
+        self._points = None
+
+    def observe_drafting(self, length: int, seconds: float) -> None:
+        """Proposing up to `length` tokens took so long."""
+        self._passes.append(seconds / length)
+
+    @property
+    def seconds_per_pass(self) -> float:
+        """What one more token of the longest draft costs the speculator."""
+        return sorted(self._passes)[len(self._passes) // 2] if self._passes else 0.0
+
+    def is_stale(self, num_tokens: int) -> bool:
+        """Whether a step of this size has not been measured for long."""
+        seen = self._seen_at[self._bucket[min(num_tokens, len(self._bucket) - 1)]]
+        return seen < 0 or self._num_observed - seen > _REFRESH
+
+    def estimate(self, num_tokens: Floats) -> Floats:
+        """Seconds for steps of so many tokens, [n]; in units of the smallest step while nothing was measured."""
+        sizes, times = self._measured()
+        if not sizes.size:
+            return 1.0 + _ASSUMED_SLOPE * num_tokens
+        seconds = np.interp(num_tokens, sizes, times)
+        base = times[0] / (1.0 + _ASSUMED_SLOPE * sizes[0])
+        slope = base * _ASSUMED_SLOPE
+        if sizes[-1] >= 2 * sizes[0]:
+            slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
+        below, above = sizes[0] - num_tokens, num_tokens - sizes[-1]
+        seconds -= np.maximum(below, 0) * (base * _ASSUMED_SLOPE)
+        seconds += np.maximum(above, 0) * slope
+        return seconds
+
+    def _measured(self) -> tuple[Floats, Floats]:
+        """Sizes and times that were measured, ascending; more tokens never take less."""
+        if self._points is None:
+            some = [i for i, times in enumerate(self._times) if times]
+            sizes = np.array([sum(self._sizes[i]) / len(self._sizes[i]) for i in some])
+            times = np.array([sorted(self._times[i])[len(self._times[i]) // 2] for i in some])
+            self._points = sizes, np.maximum.accumulate(times) if times.size else times
+        return self._points
+
+
+class Acceptance:
+    """How likely each row's next drafts are to be accepted, position by position, given that those before them were.
+
+    A row's own record counts as soon as it has one; before that, and where it is old, what all rows had counts.
+    """
+
+    def __init__(self, max_num_seqs: int, max_drafts: int) -> None:
+        self._hits = np.zeros((max_num_seqs, max_drafts))
+        self._trials = np.zeros((max_num_seqs, max_drafts))
+        self._shared_hits = np.full(max_drafts, _PRIOR_HITS)
+        self._shared_trials = np.full(max_drafts, _PRIOR_TRIALS)
+        self._supply = np.ones(max_num_seqs)
+        self._position = np.arange(max_drafts)
+        self.num_drafted = np.zeros(max_drafts, np.int64)
+        self.num_accepted = np.zeros(max_drafts, np.int64)
+
+    def open_row(self, row: int) -> None:
+        """Somebody else has the row."""
+        self._hits[row] = self._trials[row] = 0.0
+        self._supply[row] = 1.0
+
+    def fade(self) -> None:
+        """Rows' own records lose weight."""
+        self._hits *= _PROBE_DECAY
+        self._trials *= _PROBE_DECAY
+
+    def observe(self, rows: IntRows, drafted: IntRows, accepted: IntRows) -> None:
+        """These rows had so many drafts verified, of which so many were accepted."""
+        right = self._position < accepted[:, None]
+        tried = self._position < np.minimum(accepted + 1, drafted)[:, None]
+        self._trials[rows] = np.where(tried, self._trials[rows] * _DECAY + 1.0, self._trials[rows])
+        self._hits[rows] = np.where(tried, self._hits[rows] * _DECAY + right, self._hits[rows])
+        num_right = right.sum(0)
+        self._shared_trials = self._shared_trials * _SHARED_DECAY + tried.sum(0)
+        self._shared_hits = self._shared_hits * _SHARED_DECAY + num_right
+        self.num_accepted += num_right
+        self.num_drafted += (self._position < drafted[:, None]).sum(0)
+
+    def observe_supply(self, rows: IntRows, asked: IntRows, given: IntRows) -> None:
+        """The speculator was asked for so many drafts and had so many."""
+        share = given / asked
+        self._supply[rows] += 0.1 * (share - self._supply[rows])
+
+    def supply(self, rows: IntRows) -> Floats:
+        """Share of the drafts asked for that the speculator has, [n]."""
+        return self._supply[rows]
+
+    def survival(self, rows: IntRows) -> Floats:
+        """Probability that drafts up to and including each position are accepted, [n, max_drafts]; descending."""
+        shared = self._shared_hits / self._shared_trials
+        each = (self._hits[rows] + _PRIOR_WEIGHT * shared) / (self._trials[rows] + _PRIOR_WEIGHT)
+        return np.cumprod(each, axis=1)
+
+
+class SpeculationController:
+    """Chooses draft lengths for the rows of a step and learns from what came of it."""
+
+    def __init__(self, max_num_seqs: int, max_drafts: int, max_num_batched_tokens: int) -> None:
+        self.costs = StepCosts(max_num_batched_tokens)
+        self.acceptance = Acceptance(max_num_seqs, max_drafts)
+        self._max_drafts = max_drafts
+        self._budget = max_num_batched_tokens
+        self._fixed = np.full(max_num_seqs, -1, np.int32)
+        self._num_fixed = 0
+        self._step = 0
+        self._is_off = False
+        self._off_rows = 0
+        self._off_busy = 0
+        self._recheck_at = 0
+        self._probe_at = 0
+        self._probe_interval = _FIRST_PROBE
+        self._probe_from = 0
+        self._refresh_at = _REFRESH
+        self.mean_length = 0.0
+        """Chosen drafts a row, averaged over recent steps."""
+
+    def open_row(self, row: int, params: SamplingParams) -> None:
+        """A request takes the row: what it says about speculation holds."""
+        self.acceptance.open_row(row)
+        word = params.speculation
+        self._fixed[row] = -1 if word == "auto" else 0 if isinstance(word, str) else min(word, self._max_drafts)
+
+    # -- choosing ------------------------------------------------------------------------------------------------
+
+    def limits(self, rows: IntRows, room: IntRows, num_busy: int = 0) -> IntRows:
+        """Drafts for the next step of rows that sample in this one, [n] int32, at most room.
+
+        room: [n] int32 drafts that may be of use. num_busy: tokens of prompts that the next step is likely to hold.
+        Called: once per step.
+        """
+        self._step += 1
+        fixed = self._fixed[rows]
+        is_auto = fixed < 0
+        num_auto = int(is_auto.sum())
+        lengths = np.minimum(np.maximum(fixed, 0), room)
+        if num_auto < rows.size:
+            lengths = self._fit(lengths, num_busy)
+        if num_auto and not self._stays_off(rows.size, num_busy):
+            lengths = self._choose(rows, room, lengths, is_auto, num_busy)
+        self.mean_length += 0.05 * (int(lengths.sum()) / max(rows.size, 1) - self.mean_length)
+        return lengths
+
+    def _fit(self, lengths: IntRows, num_busy: int) -> IntRows:
+        """Rows that insist on their length share what the token budget leaves."""
+        left = max(self._budget - lengths.size - num_busy, 0)
+        if int(lengths.sum()) > left:
+            lengths = np.minimum(lengths, left // int((lengths > 0).sum()))
+        return lengths
+
+    def _stays_off(self, num_rows: int, num_busy: int) -> bool:
+        """Off was right a moment ago and the load has not fallen since."""
+        if not self._is_off or self._step >= self._recheck_at or self._step >= self._probe_at:
+            return False
+        return num_rows * 4 >= self._off_rows * 3 and num_busy * 2 >= self._off_busy
+
+    def _choose(
+        self, rows: IntRows, room: IntRows, lengths: IntRows, is_auto: NDArray[np.bool_], num_busy: int
+    ) -> IntRows:
+        auto = np.flatnonzero(is_auto)
+        base = rows.size + int(lengths.sum()) + num_busy
+        most = self._budget - base
+        if most <= 0:
+            self._turn_off(rows.size, num_busy)
+            return lengths
+        if not self._is_off and self._step >= self._refresh_at and self.costs.is_stale(base):
+            self._refresh_at = self._step + _REFRESH
+            return lengths  # one plain step, to know what it costs
+        chosen = self._best(rows[auto], room[auto], rows.size, base, most)
+        if chosen.any():
+            self._is_off = False
+            self._probe_interval = _FIRST_PROBE
+        else:
+            chosen = self._off_or_probe(auto.size, rows.size, num_busy)
+            chosen = np.minimum(chosen, room[auto])
+        lengths = lengths.copy()
+        lengths[auto] = chosen
+        return lengths
+
+    def _best(self, rows: IntRows, room: IntRows, num_rows: int, base: int, most: int) -> IntRows:
+        """Lengths [n] of the rows that leave it to us, by marginal gain: the likeliest drafts first."""
+        width = self._max_drafts
+        gain = self.acceptance.survival(rows)  # [n, width]
+        gain[np.arange(width) >= room[:, None]] = 0.0
+        supply = np.repeat(self.acceptance.supply(rows), width)
+        order = np.argsort(-gain.reshape(-1), kind="stable")[: min(most, gain.size)]
+        likely = gain.reshape(-1)[order]
+        supplied = supply[order]
+        tokens = num_rows + np.cumsum(likely * supplied) * (_CAUTION if self._is_off else 1.0)
+        seconds = self.costs.estimate(base + np.cumsum(supplied))
+        passes = np.maximum.accumulate(order % width) + 1
+        seconds += passes * self.costs.seconds_per_pass
+        rate = tokens / seconds
+        best = int(rate.argmax())
+        plain = num_rows / float(self.costs.estimate(np.array([float(base)]))[0])
+        if not (rate[best] > plain and likely[best] > 0.0):
+            return np.zeros(rows.size, np.int32)
+        return np.bincount(order[: best + 1] // width, minlength=rows.size).astype(np.int32)
+
+    def _turn_off(self, num_rows: int, num_busy: int) -> None:
+        if not self._is_off:
+            self._is_off = True
+            self._probe_at = self._step + self._probe_interval
+        self._off_rows, self._off_busy = num_rows, num_busy
+        self._recheck_at = self._step + _RECHECK
+
+    def _off_or_probe(self, num_auto: int, num_rows: int, num_busy: int) -> IntRows:
+        """None, or now and then a short draft for a few rows, each in its turn, to see whether things have changed."""
+        self._turn_off(num_rows, num_busy)
+        lengths = np.zeros(num_auto, np.int32)
+        if self._step >= self._probe_at:
+            self._probe_at = self._step + self._probe_interval
+            self._probe_interval = min(2 * self._probe_interval, _LAST_PROBE)
+            self.acceptance.fade()
+            count = 1 + num_auto // 8
+            lengths[(self._probe_from + np.arange(count)) % num_auto] = min(_PROBE_LENGTH, self._max_drafts)
+            self._probe_from += count
+        return lengths
+
+    # -- learning ------------------------------------------------------------------------------------------------
+
+    def observe_step(self, num_tokens: int, seconds: float, drafting_s: float, longest: int) -> None:
+        """A step of decodes with num_tokens, drafts included, took `seconds` in all, drafting_s of them to propose up
+        to `longest` drafts for the next one.
+        """
+        self.costs.observe(num_tokens, seconds - drafting_s)
+        if longest:
+            self.costs.observe_drafting(longest, drafting_s)
+
+    def observe_proposals(self, rows: IntRows, asked: IntRows, given: IntRows) -> None:
+        """What the speculator had for rows that were to get drafts."""
+        some = asked > 0
+        if some.any():
+            self.acceptance.observe_supply(rows[some], asked[some], given[some])
+
+    def observe_verified(self, rows: IntRows, drafted: IntRows, accepted: IntRows) -> None:
+        """What verification said."""
+        some = drafted > 0
+        if some.any():
+            self.acceptance.observe(rows[some], drafted[some], accepted[some])
