@@ -124,6 +124,7 @@ class Composer:
         for role in (*self.config.roles, *self.overrides):
             if role not in set(Role):
                 raise ConfigError(f"no role named {role!r}; roles: {', '.join(Role)}")
+        self.host.check_choices(self.config.roles, self.config.scheduling_policy)
         for role in self.overrides:
             if role in _BESIDE:
                 raise ConfigError(f"a {role} lives beside the engine, not in it; it cannot be given as an object here")

@@ -6,7 +6,7 @@ One host per engine and nothing module-global, so two engines in one process may
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -277,6 +277,13 @@ class PluginHost:
         for name in sections:
             if name not in self.plugins:
                 raise ConfigError(unknown("plugin section", name, self.plugins, hint="Install the plugin first."))
+
+    def check_choices(self, roles: Mapping[str, str], scheduling_policy: str | None = None) -> None:
+        """Raise PluginError for a provider that was chosen by name and is not installed. Nothing is built."""
+        for role, name in roles.items():
+            self.entry(Role(role), name)
+        if scheduling_policy is not None and Role.SCHEDULER.value not in roles:
+            self.entry(Role.SCHEDULER, scheduling_policy)
 
     # -- description ---------------------------------------------------------------------------------------------
 

@@ -64,6 +64,7 @@ def check_plugins(config: EngineConfig) -> PluginHost:
     host.check_sections(config.plugin_options)
     for name in config.plugin_options:
         host.options(host.plugins[name], config.plugin_options)
+    host.check_choices(config.roles, config.scheduling_policy)
     check_promises(config, {role.value for role, entries in host.catalogue.items() if entries})
     return host
 
