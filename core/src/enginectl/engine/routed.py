@@ -22,6 +22,10 @@ from enginectl.types import EngineStats, GenerateRequest, OutputChunk, StepOutpu
 
 log = logging.getLogger("enginectl.client")
 
+_POLL_S = 0.02
+_ABORT_S = 1.0
+"""How long an engine may take to answer aborts at shutdown: a step, on a slow machine."""
+
 
 class RoutedClient(EngineClient):
     """Everything but the transport. Subclasses send messages and call `_on_outputs` and `_on_reply` on the loop."""
@@ -107,13 +111,21 @@ class RoutedClient(EngineClient):
             self._set_state(EngineState.DRAINING, "the server is shutting down")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
+        await self._until_idle(deadline)
+        if self.router is None or not self.router.num_open:
+            return
+        keys = [key for ticket in self.router.tickets.values() for key in ticket.keys]
+        with contextlib.suppress(EngineDeadError):
+            self._send(Abort(keys))
+        await self._until_idle(loop.time() + _ABORT_S)
+        if self.router.num_open:
+            self._set_state(EngineState.DEAD, "the engine does not answer")
+            self._fail_open("the engine does not answer, and the server is shutting down")
+
+    async def _until_idle(self, deadline: float) -> None:
+        loop = asyncio.get_running_loop()
         while self.router is not None and self.router.num_open and loop.time() < deadline:
-            await asyncio.sleep(0.02)
-        if self.router is not None and self.router.num_open:
-            keys = [key for ticket in self.router.tickets.values() for key in ticket.keys]
-            with contextlib.suppress(EngineDeadError):
-                self._send(Abort(keys))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(_POLL_S)
 
     # -- for subclasses ------------------------------------------------------------------------------------------
 
