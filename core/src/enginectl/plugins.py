@@ -125,14 +125,17 @@ class PluginHost:
 
         Raises PluginError, with nothing registered, if a hook is misspelt or a provider is not acceptable.
         """
-        self._manager.register(target, name=plugin.name)
         try:
+            self._manager.register(target, name=plugin.name)
             self._check_hooks(target, plugin)
             providers = self._collect(target)
             for provider in providers:
                 self._check_provider(provider, providers)
-        except Exception:
-            self._manager.unregister(name=plugin.name)
+        except Exception as error:
+            if self._manager.has_plugin(plugin.name):  # pluggy keeps what it could not check
+                self._manager.unregister(name=plugin.name)
+            if isinstance(error, pluggy.PluginValidationError):
+                raise PluginError(" ".join(str(error).split())) from error
             raise
         plugin.providers = providers
         self.plugins[plugin.name] = plugin
@@ -144,10 +147,7 @@ class PluginHost:
         for name in dir(target):
             if name.startswith("enginectl_") and name not in known:
                 raise PluginError(f"{plugin.target}: unknown hook {name!r}{nearest(name, known)}")
-        try:
-            self._manager.check_pending()
-        except pluggy.PluginValidationError as error:
-            raise PluginError(str(error)) from error
+        self._manager.check_pending()
 
     def _collect(self, target: object) -> list[Provider]:
         callers = self._manager.get_hookcallers(target) or []
@@ -170,6 +170,9 @@ class PluginHost:
         label = f"{provider.role.value} {provider.name!r}"
         if provider.api != API_VERSION:
             raise PluginError(f"{label} was written for API version {provider.api}, this core has {API_VERSION}")
+        twins = [p for p in siblings if (p.role, p.name) == (provider.role, provider.name)]
+        if len(twins) > 1:
+            raise PluginError(f"{label} is offered twice by this plugin")
         taken = self.catalogue[provider.role].get(provider.name)
         if taken is not None:
             raise PluginError(
