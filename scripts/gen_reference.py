@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes what the reference pages hooks, interfaces, config, cli and metrics take from the code.
+"""Writes what the reference pages hooks, interfaces, config, cli, metrics and python take from the code.
 
     python scripts/gen_reference.py            write docs/reference/
     python scripts/gen_reference.py --check    write nothing; exit with 1 and name the pages that are out of date
@@ -258,7 +258,27 @@ def metrics_page() -> str:
     )
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- python.md ---------------------------------------------------------------------------------------------------------
+
+OUTPUT_TYPES = ("RequestOutput", "Completion", "OutputChunk", "TokenLogprobs", "Usage")
+
+
+def python_page() -> str:
+    """The Python API: `Engine`, and the values that go in and come out."""
+    from enginectl.api import OBJECT_ROLES
+
+    engine, types = classes(SOURCE / "api.py")["Engine"], classes(SOURCE / "types.py")
+    roles = ", ".join(code(role.value) for role in sorted(OBJECT_ROLES))
+    parts = [f"## `Engine`\n\n{prose(doc(engine))}\n\nRoles that take an object: {roles}.\n"]
+    parts += [f"### `{signature(method)}`\n\n{prose(doc(method))}\n" for method in methods(engine)]
+    parts += [
+        "## Values\n",
+        "They are in `enginectl.types`; `SamplingParams` and `RequestOutput` in `enginectl` too.\n",
+    ]
+    parts += [_table_section(types["SamplingParams"])]
+    parts += [_lines_section(types[name]) for name in OUTPUT_TYPES]
+    return "\n".join(parts)
+
 
 GENERATED: dict[str, Callable[[], str]] = {
     "hooks.md": hooks_page,
@@ -266,6 +286,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "config.md": config_page,
     "cli.md": cli_page,
     "metrics.md": metrics_page,
+    "python.md": python_page,
 }
 
 
