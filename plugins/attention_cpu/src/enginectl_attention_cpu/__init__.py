@@ -1,0 +1,1 @@
+"""Paged attention and an op set in C++ for enginectl on a CPU."""
