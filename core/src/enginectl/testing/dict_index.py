@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from enginectl.interfaces.kv import BlockIds, BlockKey, PrefixIndex, PrefixMatch
@@ -34,7 +35,7 @@ class DictPrefixIndex(PrefixIndex):
         """Block after block, while the tokens up to its end are known."""
         found: list[int] = []
         for end in range(self._block_size, len(token_ids) + 1, self._block_size):
-            block = self._block_of.get((key, token_ids[:end].tobytes()))
+            block = self._block_of.get(self._name(token_ids, end, key))
             if block is None:
                 break
             found.append(block)
@@ -47,12 +48,18 @@ class DictPrefixIndex(PrefixIndex):
         assert start == self._sequences.get(sequence, start), "a sequence publishes its blocks in order"
         self._sequences[sequence] = len(blocks)
         for i in range(start, len(blocks)):
-            name = (key, token_ids[: (i + 1) * self._block_size].tobytes())
+            name = self._name(token_ids, (i + 1) * self._block_size, key)
             block = int(blocks[i])
             assert block not in self._name_of, f"block {block} is published twice"
             if name not in self._block_of:
                 self._block_of[name] = block
                 self._name_of[block] = name
+
+    def _name(self, token_ids: NDArray[np.int32], end: int, key: BlockKey) -> _Name:
+        """What the block that ends there is known by: all that its contents depend on."""
+        if key.multimodal:
+            key = replace(key, multimodal=tuple(item for item in key.multimodal if item[0] < end))
+        return key, token_ids[:end].tobytes()
 
     def is_published(self, ids: BlockIds) -> NDArray[np.bool_]:
         """Whether the block has a name."""

@@ -1,1 +1,1 @@
-"""A block-hash prefix cache for enginectl. This version registers nothing."""
+"""A prefix cache for enginectl: KV blocks of equal prefixes are reused, found by chained block hashes."""
