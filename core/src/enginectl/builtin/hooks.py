@@ -45,6 +45,13 @@ torch = _Plugin(
         summary="gather and scaled dot product, any device",
     ),
     Provider(Role.SAMPLER, "torch", f"{_here}.sampling:build_sampler", summary="position-keyed noise, any device"),
+    Provider(
+        Role.OP_SET,
+        "torch",
+        f"{_here}.ops_torch:build",
+        capabilities=Capabilities(devices=_BOTH, dtypes=_FLOATS),
+        summary="plain torch, prepacked linears on a CPU",
+    ),
 )
 logits = _Plugin(
     Provider(Role.LOGITS_PROCESSOR, "penalties", f"{_here}.sampling:build_penalties", rank=50),
@@ -60,6 +67,16 @@ transformers = _Plugin(
         f"{_here}.transformers_family:build",
         capabilities=Capabilities(devices=_BOTH, dtypes=_FLOATS),
         summary="any decoder that takes our attention, through transformers",
+    ),
+)
+native = _Plugin(
+    Provider(
+        Role.MODEL_FAMILY,
+        "native",
+        f"{_here}.native:build",
+        rank=10,
+        capabilities=Capabilities(devices=_BOTH, dtypes=_FLOATS),
+        summary="Llama and its kin, dense and mixtures of experts, on an op set",
     ),
 )
 safetensors = _Plugin(

@@ -26,10 +26,11 @@ class BlockSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Sizes in elements. norm: "rms" (weight), "rms_plus_one" (1 + weight, Gemma). activation: "silu", "gelu_tanh".
     rotary_dim: first elements of a head that RoPE turns (half-split pairs). qk_norm: RMSNorm on each head of q and k
-    before RoPE, or on the whole projection ("flat", OLMo 2). norm_order: "pre" (before each half), "post" (after each
-    half, OLMo 2), "sandwich" (both, Gemma 2). residual_scale multiplies what each half adds (Granite). num_experts: 0
-    for a dense MLP; top_k of them per token, weights normalised over the chosen ones if norm_topk. no_rope: the layer
-    turns nothing (SmolLM3).
+    before RoPE ("head"), or on the whole projection ("flat", OLMo 2). norm_order: "pre" (before each half), "post"
+    (after each half, OLMo 2), "sandwich" (both, Gemma 2). residual_scale multiplies what each half adds (Granite).
+    num_experts: 0 for a dense MLP; top_k of them per token, weights normalised over the chosen ones if norm_topk.
+    shared_size: intermediate size of the gated expert that every token visits besides (Qwen2-MoE), 0 for none.
+    no_rope: the layer turns nothing (SmolLM3).
     """
 
     hidden_size: int
@@ -48,6 +49,7 @@ class BlockSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 0
     top_k: int = 0
     norm_topk: bool = True
+    shared_size: int = 0
 
 
 @dataclass(slots=True)
@@ -55,7 +57,9 @@ class BlockWeights:
     """One layer's tensors, on the CPU or the device, in the compute dtype; None where the structure has none.
 
     qkv: [(num_heads + 2 * num_kv_heads) * head_dim, hidden] rows q, k, v. gate_up: [2 * intermediate, hidden] rows
-    gate, up (with experts: [num_experts, ...]). Norm weights are [hidden] or [head_dim].
+    gate, up (with experts: [num_experts, ...]). router: [num_experts, hidden]. Norm weights are [hidden], q and k norms
+    [head_dim], or [num_heads * head_dim] and [num_kv_heads * head_dim] where they are flat. The shared expert has
+    shared_gate_up [2 * shared_size, hidden], shared_down [hidden, shared_size] and shared_gate [1, hidden].
     """
 
     qkv: Tensor
@@ -73,16 +77,27 @@ class BlockWeights:
     mlp_post_norm: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    shared_gate: Tensor | None = None
 
 
 class Block(ABC):
-    """One decoder layer without its attention. Adapters wrap `linears` by name: qkv, output, gate_up, down."""
+    """One decoder layer without its attention.
+
+    linears: qkv, output and, in a dense MLP, gate_up and down, looked up at each call, so that adapters may wrap them.
+    A block that does its linears in one piece has none; with adapters, core builds blocks that have them.
+    """
+
+    linears: dict[str, Op]
 
     @abstractmethod
     def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], after RoPE.
 
-        hidden: [num_tokens, hidden_size], unchanged. cos, sin: [num_tokens, rotary_dim], fp32.
+        hidden: [num_tokens, hidden_size], unchanged. cos, sin: [num_tokens, rotary_dim], fp32, both halves alike:
+        element i < rotary_dim / 2 becomes x[i] * cos[i] - x[i + half] * sin[i], its partner x[i + half] * cos[i] +
+        x[i] * sin[i].
         Called: once per layer per step.
         """
 
@@ -116,7 +131,10 @@ class OpSet(ABC):
 
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None) -> Op:
-        """Lay out weight [out, in] for this device, once, and return the op. Called: at load."""
+        """Lay out weight [out, in] for this device, once, and return the op. The caller drops the weight.
+
+        Called: at load.
+        """
 
     @abstractmethod
     def rms_norm(self, weight: Tensor, eps: float, *, plus_one: bool = False) -> Op:
@@ -127,5 +145,8 @@ class OpSet(ABC):
         return None
 
     def head(self, norm: Tensor | None, weight: Tensor, spec: BlockSpec) -> Head | None:
-        """A fused head, or None. weight: [vocab_size, hidden]. Called: at load."""
+        """A fused head, or None. weight: [vocab_size, hidden]. Of spec, the kind of norm and eps count.
+
+        The model scales and caps the logits afterwards. Called: at load.
+        """
         return None

@@ -61,6 +61,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3": {"model_type": "qwen3"},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         "num_experts": 4,
@@ -68,6 +75,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    "gemma": {"model_type": "gemma"},
     "gemma2": {
         "model_type": "gemma2",
         "sliding_window": WINDOW,
@@ -82,6 +90,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
     },
     "mixtral": {"model_type": "mixtral", **_MOE},
+    "olmo2": {"model_type": "olmo2"},
     "phi3": {"model_type": "phi3"},
     "smollm3": {"model_type": "smollm3"},
     "granite": {"model_type": "granite", "logits_scaling": 2.0, "attention_multiplier": 0.3},
