@@ -23,6 +23,7 @@ from enginectl.builtin.openai import OpenAIFrontend
 from enginectl.builtin.prometheus import PrometheusFrontend, PrometheusObserver
 from enginectl.config import EngineConfig, ServerConfig
 from enginectl.errors import ConfigError, UsageError
+from enginectl.http.stream import ClientGone, EventStream
 from enginectl.interfaces.frontend import Frontend, FrontendContext
 from enginectl.server import bind, build_app, run_server
 from enginectl.testing.fake_client import ByteTokenizer, FakeClient, fake_info, say
@@ -514,3 +515,30 @@ async def test_root_path() -> None:
     async with serving(FakeClient(), root_path="/api", api_key=("k",)) as url, httpx.AsyncClient() as http:
         assert (await http.get(f"{url}/health")).status_code == 200
         assert (await http.get(f"{url}/plugin")).status_code == 401
+
+
+async def test_a_client_that_stops_reading_is_cut_off() -> None:
+    """Its request ends as if it had left; one that reads slowly is served."""
+    closed: list[str] = []
+
+    async def frames(name: str) -> AsyncIterator[bytes]:
+        try:
+            for _ in range(5):
+                yield b"data: {}\n\n"
+        finally:
+            closed.append(name)
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def never(message: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def slowly(message: Any) -> None:
+        await asyncio.sleep(0.05)
+
+    scope: dict[str, Any] = {"type": "http"}
+    with pytest.raises(ClientGone):
+        await asyncio.wait_for(EventStream(frames("stalled"), stall_s=0.1)(scope, receive, never), 5)  # type: ignore[arg-type]
+    await asyncio.wait_for(EventStream(frames("slow"), stall_s=0.2)(scope, receive, slowly), 5)  # type: ignore[arg-type]
+    assert closed == ["stalled", "slow"]

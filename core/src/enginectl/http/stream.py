@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -23,14 +24,21 @@ _HEADERS = [
 ]
 _QUEUE_ITEMS = 64
 
+STALL_S = 300.0
+"""How long a client may leave a frame unread."""
+
 
 class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
 
 @asynccontextmanager
-async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
+async def until_disconnect(
+    receive: Receive, is_stalled: Callable[[], bool] | None = None, *, check_s: float = 60.0
+) -> AsyncIterator[None]:
     """Cancel the body when the client goes away, and raise ClientGone in its place.
+
+    is_stalled: asked every check_s; a client that has stopped reading counts as gone.
 
     The request's body has been read before. Leave the context before the last message is sent: the server reports a
     disconnect after it, too.
@@ -41,8 +49,14 @@ async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
 
     async def watch() -> None:
         nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        while True:
+            try:
+                async with asyncio.timeout(check_s if is_stalled is not None else None):
+                    if (await receive())["type"] == "http.disconnect":
+                        break
+            except TimeoutError:
+                if is_stalled is not None and is_stalled():
+                    break
         gone = True
         task.cancel()
 
@@ -62,22 +76,33 @@ class EventStream(Response):
 
     The status goes out with the first frame, so that an error before it still gets a status of its own. frames is
     closed when the stream ends for whatever reason.
+
+    A client that takes nothing for stall_s is cut off. Until then it holds no more than its own answer: the engine
+    does not wait for it, what it has not read is merged, and max_tokens bounds it.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, frames: AsyncGenerator[bytes, None], *, stall_s: float = STALL_S) -> None:
         super().__init__()
         self._frames = frames
+        self._stall_s = stall_s
+        self._sending_since: float | None = None
+
+    def _is_stalled(self) -> bool:
+        since = self._sending_since
+        return since is not None and time.monotonic() - since > self._stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
         try:
-            async with until_disconnect(receive):
+            async with until_disconnect(receive, self._is_stalled, check_s=self._stall_s / 4):
                 async for frame in self._frames:
+                    self._sending_since = time.monotonic()
                     if not started:
                         started = True
                         record_of(scope).saw_token()
                         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
                     await send({"type": "http.response.body", "body": frame, "more_body": True})
+                    self._sending_since = None
         finally:
             await self._frames.aclose()
         assert started, "an event stream has at least one frame"
