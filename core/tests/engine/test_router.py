@@ -1,0 +1,135 @@
+"""The API side of the stream: what is unread stays small, every end is accounted for, one fault ends one choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginectl.engine.router import OutputRouter, Ticket
+from enginectl.errors import EngineDeadError
+from enginectl.interfaces.detokenizer import Detokenizer, TextStream
+from enginectl.testing.fake_client import fake_info
+from enginectl.types import (
+    Finished,
+    FinishedRequest,
+    FinishReason,
+    GenerateRequest,
+    OutputChunk,
+    SamplingParams,
+    StepOutputs,
+    Timings,
+)
+
+BROKEN = 13
+
+
+class Letters(Detokenizer, TextStream):
+    """Token 0 is `a`; the token BROKEN cannot be shown."""
+
+    def start(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> TextStream:
+        return self
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if BROKEN in token_ids:
+            raise ValueError("no such token")
+        return "".join(chr(97 + token % 26) for token in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+class Router:
+    """A router, and what it reported."""
+
+    def __init__(self) -> None:
+        self.ended: list[FinishedRequest] = []
+        self.router = OutputRouter(Letters(), fake_info(), on_finished=self._on_finished)
+
+    def _on_finished(self, ticket: Ticket, error: str | None) -> None:
+        self.ended.append(ticket.finished(error))
+
+    def open(self, name: str = "r", **params: Any) -> tuple[Ticket, list[int]]:
+        request = GenerateRequest(request_id=name, prompt_token_ids=[1], params=SamplingParams(**params))
+        ticket, specs = self.router.open(request, lambda: None)
+        return ticket, [spec.key for spec in specs]
+
+    def step(self, tokens: dict[int, int], *finished: Finished) -> list[int]:
+        """One token a key. Returns the keys to abort."""
+        keys, ids = np.array(list(tokens), np.int64), np.array(list(tokens.values()), np.int32)
+        return self.router.dispatch(StepOutputs(keys.tobytes(), b"", ids.tobytes(), finished, (), (), None))
+
+
+def whole(chunks: Sequence[OutputChunk], index: int = 0) -> tuple[str, list[int]]:
+    mine = [chunk for chunk in chunks if chunk.index == index]
+    return "".join(chunk.text for chunk in mine), [token for chunk in mine for token in chunk.token_ids]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_nobody_reads_is_merged_and_loses_nothing(n: int) -> None:
+    """A slow reader holds its own tokens, not an object for each; the engine ends its request all the same."""
+    router = Router()
+    ticket, keys = router.open(n=n, max_tokens=20_000)
+    tokens = [i % 12 for i in range(10_000)]
+    for token in tokens:
+        router.step({key: (token + place) % 12 for place, key in enumerate(keys)})
+    assert len(ticket.pending) < 400 * n
+    timings = Timings(0.1, 0.2, 0.3, 0.4, 0)
+    router.step({}, *(Finished(key, FinishReason.LENGTH, None, None, 0, timings) for key in keys))
+    assert router.router.num_open == 0
+    assert [ended.usage.completion_tokens for ended in router.ended] == [n * 10_000]
+    chunks = ticket.take()
+    for index in range(n):
+        expected = [(token + index) % 12 for token in tokens]
+        assert whole(chunks, index) == ("".join(chr(97 + token) for token in expected), expected)
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [FinishReason.LENGTH] * n
+    assert ticket.take() == []
+
+
+def test_a_choice_cut_by_a_stop_string_has_timings() -> None:
+    router = Router()
+    ticket, (key,) = router.open(stop=("cd",))
+    assert [router.step({key: token}) for token in (0, 2, 3)] == [[], [], [key]]
+    *_, last = ticket.take()
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "cd")
+    assert last.timings is not None
+    assert 0 < last.timings.arrival_s <= last.timings.first_token_s <= last.timings.finished_s
+    (ended,) = router.ended
+    assert ended.timings == (last.timings,)
+    assert ended.reasons == (FinishReason.STOP,)
+    assert router.step({key: 4}) == [], "the engine's tokens on the way are dropped"
+
+
+def test_a_reader_that_left_and_a_dead_engine_are_accounted_for() -> None:
+    """Tokens, reason and times of every choice, also of one that never had a token."""
+    router = Router()
+    left, (key, silent) = router.open("left", n=2)
+    _, (other,) = router.open("other")
+    for _ in range(3):
+        router.step({key: 1, other: 1})
+    assert sorted(router.router.close(left)) == [key, silent]
+    router.router.fail_all(EngineDeadError("gone"))
+    first, second = router.ended
+    assert first.reasons == (FinishReason.ABORT, FinishReason.ABORT)
+    assert (first.usage.completion_tokens, second.usage.completion_tokens) == (3, 3)
+    assert sorted(timings.first_token_s > 0 for timings in first.timings) == [False, True]
+    assert second.reasons == (FinishReason.ERROR,)
+    assert second.error == "gone"
+    assert second.timings[0].first_token_s > 0
+    assert router.router.num_open == 0
+
+
+def test_text_that_cannot_be_made_ends_its_choice_alone() -> None:
+    """Law 14a, on this side: the tokens of the others are in the same message."""
+    router = Router()
+    bad, (culprit,) = router.open("bad")
+    good, (other,) = router.open("good")
+    assert router.step({culprit: BROKEN, other: 1}) == [culprit]
+    (chunk,) = bad.take()
+    assert chunk.finish_reason is FinishReason.ERROR
+    assert "no such token" in (chunk.error or "")
+    assert whole(good.take()) == ("b", [1])
+    assert [ended.request_id for ended in router.ended] == ["bad"]
+    assert router.router.num_open == 1

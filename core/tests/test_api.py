@@ -1,0 +1,84 @@
+"""The Python API: its options are those of the command line, and a failed start leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from enginectl import Engine, SamplingParams
+from enginectl.api_side import ApiSide
+from enginectl.compose import Assembled
+from enginectl.errors import ConfigError, EnginectlError, PluginError
+from enginectl.interfaces.observer import Observer
+from enginectl.testing.tiny_models import save_tiny_model
+from enginectl.types import EngineStats, FinishedRequest
+
+TINY: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model("llama", tmp_path_factory.mktemp("api") / "llama"))
+
+
+def test_options_are_spelt_as_on_the_command_line(tiny_llama: str) -> None:
+    with Engine(tiny_llama, kv_cache_memory_bytes="1MiB", plugins=["FCFS"], max_model_len=64, **TINY) as engine:
+        assert engine.config.kv_cache_memory_bytes == 1 << 20
+        assert engine.config.plugins == ("fcfs",)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"kv_cache_memory_bytes": "4lb"}, ConfigError, "unknown unit 'lb'"),
+        ({"block_size": 24}, ConfigError, "a power of two"),
+        ({"max_num_seqs": "4"}, ConfigError, "max_num_seqs is '4'"),
+        ({"max_seqs": 4}, ConfigError, "did you mean 'max_num_seqs'?"),
+        ({"plugins": ["fcsf"]}, PluginError, "did you mean 'fcfs'?"),
+        ({"scheduler": "fcsf"}, PluginError, "did you mean 'fcfs'?"),
+        ({"scheduling_policy": "prioriti"}, PluginError, "no scheduler named 'prioriti'"),
+        ({"speculative_config": {"method": "prophecy"}}, EnginectlError, "prophecy"),
+        ({"frontend": object()}, ConfigError, "frontend=object(…): this role takes no object"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(
+    options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind) as error:
+        Engine("no/such/model", **options)
+    assert message in str(error.value)
+
+
+def test_a_start_that_fails_half_way_closes_the_engine(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Assembled] = []
+
+    def fail(*_: object) -> None:
+        raise ValueError("no tokenizer today")
+
+    monkeypatch.setattr(ApiSide, "load_tokenizer", fail)
+    monkeypatch.setattr(Assembled, "close", lambda self: closed.append(self))
+    with pytest.raises(ValueError, match="no tokenizer today"):
+        Engine(tiny_llama, **TINY)
+    assert len(closed) == 1
+
+
+def test_observers_see_steps_and_ends(tiny_llama: str) -> None:
+    class Witness(Observer):
+        def __init__(self) -> None:
+            self.num_steps: list[int] = []
+            self.ended: list[FinishedRequest] = []
+
+        def on_stats(self, stats: EngineStats) -> None:
+            self.num_steps.append(stats.num_steps)
+
+        def on_finished(self, finished: FinishedRequest) -> None:
+            self.ended.append(finished)
+
+    witness = Witness()
+    with Engine(tiny_llama, observer=witness, **TINY) as engine:
+        engine.generate([[1, 2], [3, 4]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    assert witness.num_steps == sorted(witness.num_steps)
+    assert len(witness.num_steps) >= 3
+    assert [ended.usage.completion_tokens for ended in witness.ended] == [3, 3]
