@@ -16,6 +16,7 @@ class DictPrefixIndex(PrefixIndex):
 
     def __init__(self, block_size: int) -> None:
         self.num_matched = 0
+        self.num_forgotten = 0
         self._block_size = block_size
         self._block_of: dict[_Name, int] = {}
         self._name_of: dict[int, _Name] = {}
@@ -67,6 +68,7 @@ class DictPrefixIndex(PrefixIndex):
 
     def forget(self, ids: BlockIds) -> None:
         """Drop these names."""
+        self.num_forgotten += len(ids)
         for block in ids.tolist():
             del self._block_of[self._name_of.pop(block)]
 
@@ -79,4 +81,5 @@ class DictPrefixIndex(PrefixIndex):
         gone = [block for block, (key, _) in self._name_of.items() if adapter is None or key.adapter == adapter]
         ids = np.array(gone, np.int32)
         self.forget(ids)
+        self.num_forgotten -= len(ids)  # evictions only
         return ids

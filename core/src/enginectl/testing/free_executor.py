@@ -308,7 +308,7 @@ def free_core(
         pool, block_size=block_size, chunked_prefill=chunked_prefill, adapters=adapters, max_drafts=num_drafts
     )
     core = EngineCore(
-        scheduler=scheduler or FcfsScheduler(),
+        scheduler=FcfsScheduler() if scheduler is None else scheduler,
         pool=pool,
         executor=runs,
         table=RowTable(max_num_seqs, max_model_len, block_size),
