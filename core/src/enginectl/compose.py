@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from enginectl.config import EngineConfig
-from enginectl.context import BuildContext, Machine
+from enginectl.context import BuildContext, LoadedModel, Machine
 from enginectl.engine.admission import Admission
 from enginectl.engine.batch import RowTable
 from enginectl.engine.client import EngineInfo
@@ -20,6 +20,7 @@ from enginectl.engine.deferred import DeferredExecutor
 from enginectl.engine.grammar import GrammarHost
 from enginectl.engine.ledger import BlockPool
 from enginectl.engine.phased_attention import PhasedAttention
+from enginectl.engine.speculation import SpeculationController
 from enginectl.errors import ConfigError, ModelError, PluginError, UnsupportedError
 from enginectl.interfaces.attention import AttentionBackend
 from enginectl.interfaces.executor import Executor
@@ -111,8 +112,11 @@ class Composer:
         attention = self._build_attention(ctx)
         model.use_attention(attention)
         ctx.parts["attention"] = attention
+        speculator: Speculator | None = self._build(Role.SPECULATOR, ctx.with_(load_model=self._loader(ctx)))
+        ctx.parts["speculator"] = speculator
         self.progress("sizing the KV pool")
-        layout = size_pool(config, model.spec, self.machine, device)
+        own_layers = () if speculator is None else speculator.kv_layers()
+        layout = size_pool(config, model.spec, self.machine, device, own_layers)
         config = resolve_lengths(config, model.spec, layout)
         ctx = ctx.with_(engine=config, kv_layout=layout)
         return self._wire(ctx, layout)
@@ -310,6 +314,40 @@ class Composer:
                 parts[name if name not in parts else f"{name}-{len(parts)}"] = part
         return parts
 
+    def _loader(self, ctx: BuildContext) -> Callable[[str], LoadedModel]:
+        """Loads a second model through the parts that serve the first."""
+
+        def load(path: str) -> LoadedModel:
+            if Role.ATTENTION.value in self.overrides:
+                raise UnsupportedError(
+                    f"attention was given as an object, which serves one model; it cannot serve {path!r} as well. "
+                    "Choose a backend by name."
+                )
+            shared = {role: part for role, part in self.overrides.items() if role in (Role.WEIGHTS, Role.MODEL_FAMILY)}
+            config = msgspec.structs.replace(self.config, model=path)
+            other = Composer(config, self.machine, self.host, shared, self.progress, attention=self.attention)
+            other.chosen.update(self.chosen)
+            return other.load_beside(ctx)
+
+        return load
+
+    def load_beside(self, ctx: BuildContext) -> LoadedModel:
+        """This composer's model in the device and dtype of another's, with attention of its own."""
+        checkpoint = self._open()
+        family = self._family(ctx, checkpoint)
+        mine = ctx.with_(checkpoint=checkpoint, model=None, parts=dict(ctx.parts))
+        spec = family.spec(checkpoint, mine)
+        for entry in self.attention.values():
+            check_capabilities({Role.ATTENTION: entry}, spec, mine)
+        if family.needs_op_set and mine.parts.get("op_set") is None:
+            self._pick_op_set(family)
+            mine.parts["op_set"] = self._build(Role.OP_SET, mine)
+        self.progress(f"loading weights of {Path(self.config.model).name} ({mine.dtype} on {mine.device})")
+        model = family.load(checkpoint, mine.with_(model_spec=spec))
+        attention = self._build_attention(mine.with_(model=model, model_spec=model.spec))
+        model.use_attention(attention)
+        return LoadedModel(checkpoint, model, attention)
+
     def _wire(self, ctx: BuildContext, layout: KVLayout) -> Assembled:
         config, spec = ctx.engine, ctx.model_spec
         assert spec is not None, "the model is loaded"
@@ -321,7 +359,6 @@ class Composer:
         parts["scheduler"] = self._build(Role.SCHEDULER, ctx)
         parts["logits_processor"] = list(self._build_all(Role.LOGITS_PROCESSOR, ctx).values())
         parts["sampler"] = self._build(Role.SAMPLER, ctx)
-        parts["speculator"] = self._build(Role.SPECULATOR, ctx)
         parts["adapter"] = self._build(Role.ADAPTER, ctx)
         if parts["adapter"] is not None:
             parts["adapter"].attach(ctx.model)
@@ -335,7 +372,11 @@ class Composer:
             executor = DeferredExecutor(executor)
         self.progress(f"allocating {layout.num_blocks - 1} KV blocks of {layout.block_size} tokens")
         executor.allocate(layout)
-        max_drafts = 0 if parts["speculator"] is None else parts["speculator"].max_drafts
+        speculator: Speculator | None = parts["speculator"]
+        max_drafts = 0 if speculator is None else speculator.max_drafts
+        controller = None
+        if speculator is not None and speculator.is_adaptive:
+            controller = SpeculationController(config.max_num_seqs, max_drafts, config.max_num_batched_tokens)
         pool = BlockPool(layout.num_blocks, parts["kv_allocator"], parts["prefix_index"])
         core = EngineCore(
             scheduler=parts["scheduler"],
@@ -355,6 +396,8 @@ class Composer:
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_drafts=max_drafts,
+            num_lookahead=max_drafts if speculator is not None and speculator.kv_layers() else 0,
+            speculation=controller,
             overlap_depth=config.overlap_depth or 0,
         )
         return Assembled(core, self._info(ctx, layout), config, self.host, parts, executor, grammars)

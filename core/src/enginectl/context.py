@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from enginectl.config import EngineConfig
+    from enginectl.interfaces.attention import AttentionBackend
     from enginectl.interfaces.kv import KVLayout
     from enginectl.interfaces.model import Model, ModelSpec
     from enginectl.interfaces.weights import Checkpoint
@@ -43,6 +45,15 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
+class LoadedModel:
+    """A second model, with attention of its own, not bound to pages yet."""
+
+    checkpoint: Checkpoint
+    model: Model
+    attention: AttentionBackend
+
+
+@dataclass(frozen=True)
 class BuildContext:
     """Handed to every factory. Fields still None have not been decided when that role is built.
 
@@ -50,6 +61,7 @@ class BuildContext:
     device: "cpu", "cuda:0". dtype: "float32", "bfloat16", "float16". checkpoint: the opened weights source (model
     families). model_spec: layers, heads, vocabulary (from attention on). kv_layout: blocks and groups (KV roles, after
     the pool is sized). model: the loaded model (speculators, adapters). parts: objects already built, by role.
+    load_model: path to a second model, through the same weights sources, families and attention (speculators).
     """
 
     engine: EngineConfig
@@ -62,6 +74,7 @@ class BuildContext:
     kv_layout: KVLayout | None = None
     model: Model | None = None
     parts: dict[str, Any] = field(default_factory=dict)
+    load_model: Callable[[str], LoadedModel] | None = None
 
     def with_(self, **changes: Any) -> BuildContext:
         """A copy with some fields decided."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -103,10 +103,15 @@ def kv_groups(layers: Iterable[LayerSpec], block_size: int, itemsize: int) -> tu
     return tuple(groups)
 
 
-def size_pool(config: EngineConfig, spec: ModelSpec, machine: Machine, device: str) -> KVLayout:
-    """How many blocks fit. Raises OutOfMemoryError when not even one sequence of 2 blocks does."""
+def size_pool(
+    config: EngineConfig, spec: ModelSpec, machine: Machine, device: str, more: Sequence[LayerSpec] = ()
+) -> KVLayout:
+    """How many blocks fit. more: a speculator's own layers, under the same block ids.
+
+    Raises OutOfMemoryError when not even one sequence of 2 blocks does.
+    """
     itemsize = DTYPES[config.kv_cache_dtype]
-    groups = kv_groups(spec.layers, config.block_size, itemsize)
+    groups = kv_groups((*spec.layers, *more), config.block_size, itemsize)
     bytes_per_block = sum(group.bytes_per_block for group in groups)
     useful = config.max_num_seqs * -(-(config.max_model_len or spec.max_model_len) // config.block_size)
     if config.num_gpu_blocks_override is not None:

@@ -162,7 +162,11 @@ class KeyedLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """State after a step; counters are totals since the engine started."""
+    """State after a step; counters are totals since the engine started.
+
+    drafted_by_position, accepted_by_position: draft tokens verified and kept, first position first. draft_length: drafts
+    a row was to get, averaged over recent steps.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -179,6 +183,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_steps: int = 0
     step_tokens: int = 0
     step_s: float = 0.0
+    drafted_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+    draft_length: float = 0.0
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, gc=False):

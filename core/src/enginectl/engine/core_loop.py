@@ -80,6 +80,8 @@ class _Changes:
 class EngineCore:
     """One engine's loop. Not thread safe: one thread calls `add`, `abort`, `step`.
 
+    num_lookahead: slots kept behind each row's tokens, for speculators with layers of their own. speculation: chooses
+    draft lengths; without it every row gets as many as it allows.
     overlap_depth: 0 retires each step before the next is planned; 1 plans step N + 1 while step N runs.
     """
 
@@ -95,6 +97,7 @@ class EngineCore:
         max_num_batched_tokens: int,
         max_chunk: int | None = None,
         max_drafts: int = 0,
+        num_lookahead: int = 0,
         speculation: SpeculationController | None = None,
         overlap_depth: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -109,6 +112,7 @@ class EngineCore:
         self._block_size = block_size
         self._budget = StepBudget(max_num_batched_tokens, max_chunk or max_num_batched_tokens)
         self._max_drafts = max_drafts
+        self._num_lookahead = num_lookahead
         self._speculation = speculation
         self._retired_s = 0.0
         self._depth = overlap_depth
@@ -194,7 +198,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """State now; counters are totals."""
-        c, pool = self.counters, self.pool
+        c, pool, speculation = self.counters, self.pool, self._speculation
         return EngineStats(
             num_running=len(self.table.order),
             num_waiting=len(self.scheduler),
@@ -211,6 +215,9 @@ class EngineCore:
             num_steps=c.steps,
             step_tokens=self._last_tokens,
             step_s=self._last_s,
+            drafted_by_position=() if speculation is None else tuple(speculation.acceptance.num_drafted.tolist()),
+            accepted_by_position=() if speculation is None else tuple(speculation.acceptance.num_accepted.tolist()),
+            draft_length=0.0 if speculation is None else speculation.mean_length,
         )
 
     # -- schedule ------------------------------------------------------------------------------------------------
@@ -241,7 +248,7 @@ class EngineCore:
 
     def _grant_running(self, now: float) -> IntRows | None:
         """Tokens each running row advances, with blocks for them; None if steps in flight must be retired first."""
-        t = self.table
+        t, ahead = self.table, self._num_lookahead
         while True:
             rows = t.order
             if not rows.size:
@@ -252,6 +259,8 @@ class EngineCore:
             running = t.running(pending)
             counts = self._grant(running, self._budget, now)
             ends = t.num_computed[rows] + counts
+            if ahead:  # slots for what the speculator computes behind the verified tokens
+                ends = np.maximum(np.minimum(ends + ahead, t.max_tokens[rows]), ends)
             short = (ends + (self._block_size - 1)) // self._block_size - t.num_blocks[rows]
             np.maximum(short, 0, out=short)
             wanted = int(short.sum())
@@ -261,9 +270,12 @@ class EngineCore:
                 needy = short > 0
                 self._give_blocks(rows[needy], short[needy])
                 return counts
+            if ahead:  # drafts are a bonus: nobody waits or is preempted for them
+                ahead = 0
+                continue
             if self._flights:
                 return None
-            if t.num_drafts[rows].any():  # drafts are a bonus: nobody is preempted for them
+            if t.num_drafts[rows].any():
                 t.num_drafts[rows] = 0
                 continue
             self._preempt(int(self.scheduler.victims(running, now)[0]), now)

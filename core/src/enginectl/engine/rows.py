@@ -40,6 +40,7 @@ class RunnerRows:
         self.block_size = block_size
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1 + max_drafts), np.int32)
         self.block_table = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int32)
         self.prompt_lens = np.zeros(max_num_seqs, np.int32)
         self.adapter_slots = np.full(max_num_seqs, -1, np.int32)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
@@ -53,12 +54,18 @@ class RunnerRows:
         row, n = new.row, len(new.token_ids)
         self.token_ids[row, :n] = new.token_ids
         self.prompt_lens[row] = new.prompt_len
+        self.num_blocks[row] = 0
         self.adapter_slots[row] = new.adapter_slot
         self.num_logprobs[row] = -1 if new.params.logprobs is None else new.params.logprobs
         prompt_logprobs = new.params.prompt_logprobs
         wants_prompt = prompt_logprobs is not None and n == new.prompt_len  # a resumed request has sent them
         self.num_prompt_logprobs[row] = prompt_logprobs if prompt_logprobs is not None and wants_prompt else -1
         self._count()
+
+    def set_blocks(self, rows: IntRows, columns: IntRows, ids: IntRows) -> None:
+        """Rows got blocks: ids [groups, m] at these columns, ascending in each row."""
+        self.block_table[:, rows, columns] = ids
+        self.num_blocks[rows] = columns + 1
 
     def remove(self, row: int) -> None:
         """The row is empty."""

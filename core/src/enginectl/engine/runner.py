@@ -20,9 +20,9 @@ from enginectl.interfaces.adapter import AdapterBackend
 from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
 from enginectl.interfaces.executor import Executor, NewRow, StepHandle, StepPlan, StepResult
 from enginectl.interfaces.kv import KVLayout
-from enginectl.interfaces.model import ForwardInput, Kept, Model
+from enginectl.interfaces.model import ForwardInput, Kept, LayerSpec, Model
 from enginectl.interfaces.sampler import LogitsProcessor, RowParts, SampleBatch, Sampler
-from enginectl.interfaces.speculator import DraftBatch, Speculator
+from enginectl.interfaces.speculator import DraftBatch, DraftStore, Speculator
 from enginectl.types import TokenLogprobs
 from enginectl.units import format_size
 
@@ -87,11 +87,16 @@ class LocalRunner(Executor):
 
     def allocate(self, layout: KVLayout) -> None:
         """Two tensors a layer, [num_blocks, block_size, num_kv_heads, head_dim], zeroed."""
-        for layer in self.model.spec.layers:
-            shape = (layout.num_blocks, layout.block_size, layer.num_kv_heads)
-            pair = (self._zeros((*shape, layer.head_dim)), self._zeros((*shape, layer.v_head_dim)))
-            self.kv.append(pair)
+        self.kv = [self._pages(layer, layout) for layer in self.model.spec.layers]
         self._attention.bind(self.kv)
+        if self._speculator is not None:
+            own = [self._pages(layer, layout) for layer in self._speculator.kv_layers()]
+            rows = self.rows
+            self._speculator.bind(DraftStore(own, rows.block_table, rows.num_blocks, rows.block_size, self._sampler))
+
+    def _pages(self, layer: LayerSpec, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (layout.num_blocks, layout.block_size, layer.num_kv_heads)
+        return self._zeros((*shape, layer.head_dim)), self._zeros((*shape, layer.v_head_dim))
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         try:
@@ -123,7 +128,9 @@ class LocalRunner(Executor):
         for new in plan.added:
             self._add_row(new)
         if plan.block_ids is not None:
-            self.rows.block_table[:, plan.block_rows, plan.block_columns] = plan.block_ids
+            assert plan.block_rows is not None, "the three come together"
+            assert plan.block_columns is not None, "the three come together"
+            self.rows.set_blocks(plan.block_rows, plan.block_columns, plan.block_ids)
 
     def _add_row(self, new: NewRow) -> None:
         """A part that raises breaks this row alone, and is not asked to remove what it did not add."""

@@ -31,10 +31,13 @@ _PRIOR_HITS, _PRIOR_TRIALS = 1.2, 2.0
 _CAUTION = 0.9
 """While off, drafts must promise this much less than they do now, so that noise does not switch them on and off."""
 
-_RECHECK = 8
+_FIRST_RECHECK, _LAST_RECHECK = 8, 64
 _FIRST_PROBE, _LAST_PROBE = 16, 64
 _PROBE_LENGTH = 2
+_WIDE_PROBES = 4
 _REFRESH = 256
+_SPREAD = 1.4
+"""How far apart measured sizes must be to tell what a token costs."""
 
 
 class StepCosts:
@@ -83,7 +86,7 @@ class StepCosts:
         seconds = np.interp(num_tokens, sizes, times)
         base = times[0] / (1.0 + _ASSUMED_SLOPE * sizes[0])
         slope = base * _ASSUMED_SLOPE
-        if sizes[-1] >= 2 * sizes[0]:
+        if sizes[-1] >= _SPREAD * sizes[0]:
             slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
         below, above = sizes[0] - num_tokens, num_tokens - sizes[-1]
         seconds -= np.maximum(below, 0) * (base * _ASSUMED_SLOPE)
@@ -148,9 +151,15 @@ class Acceptance:
         return self._supply[rows]
 
     def survival(self, rows: IntRows) -> Floats:
-        """Probability that drafts up to and including each position are accepted, [n, max_drafts]; descending."""
+        """Probability that drafts up to and including each position are accepted, [n, max_drafts]; descending.
+
+        A position that a row has no record of is taken to be half like the row's others, half like other rows'.
+        """
+        hits, trials = self._hits[rows], self._trials[rows]
         shared = self._shared_hits / self._shared_trials
-        each = (self._hits[rows] + _PRIOR_WEIGHT * shared) / (self._trials[rows] + _PRIOR_WEIGHT)
+        own = (hits.sum(1) + _PRIOR_WEIGHT * shared[0]) / (trials.sum(1) + _PRIOR_WEIGHT)
+        prior = (shared + own[:, None]) / 2
+        each = (hits + _PRIOR_WEIGHT * prior) / (trials + _PRIOR_WEIGHT)
         return np.cumprod(each, axis=1)
 
 
@@ -163,15 +172,19 @@ class SpeculationController:
         self._max_drafts = max_drafts
         self._budget = max_num_batched_tokens
         self._fixed = np.full(max_num_seqs, -1, np.int32)
-        self._num_fixed = 0
+        self._some_fixed = False
+        self._none = np.zeros(max_num_seqs, np.int32)
+        self._none.flags.writeable = False
         self._step = 0
         self._is_off = False
         self._off_rows = 0
         self._off_busy = 0
         self._recheck_at = 0
+        self._recheck_interval = _FIRST_RECHECK
         self._probe_at = 0
         self._probe_interval = _FIRST_PROBE
         self._probe_from = 0
+        self._num_probes = 0
         self._refresh_at = _REFRESH
         self.mean_length = 0.0
         """Chosen drafts a row, averaged over recent steps."""
@@ -181,6 +194,7 @@ class SpeculationController:
         self.acceptance.open_row(row)
         word = params.speculation
         self._fixed[row] = -1 if word == "auto" else 0 if isinstance(word, str) else min(word, self._max_drafts)
+        self._some_fixed = bool((self._fixed >= 0).any())
 
     # -- choosing ------------------------------------------------------------------------------------------------
 
@@ -191,13 +205,16 @@ class SpeculationController:
         Called: once per step.
         """
         self._step += 1
+        stays_off = self._stays_off(rows.size, num_busy)
+        if stays_off and not self._some_fixed:
+            self.mean_length *= 0.95
+            return self._none[: rows.size]
         fixed = self._fixed[rows]
         is_auto = fixed < 0
-        num_auto = int(is_auto.sum())
         lengths = np.minimum(np.maximum(fixed, 0), room)
-        if num_auto < rows.size:
+        if not is_auto.all():
             lengths = self._fit(lengths, num_busy)
-        if num_auto and not self._stays_off(rows.size, num_busy):
+        if not stays_off and is_auto.any():
             lengths = self._choose(rows, room, lengths, is_auto, num_busy)
         self.mean_length += 0.05 * (int(lengths.sum()) / max(rows.size, 1) - self.mean_length)
         return lengths
@@ -261,19 +278,26 @@ class SpeculationController:
     def _turn_off(self, num_rows: int, num_busy: int) -> None:
         if not self._is_off:
             self._is_off = True
+            self._recheck_interval = _FIRST_RECHECK
             self._probe_at = self._step + self._probe_interval
         self._off_rows, self._off_busy = num_rows, num_busy
-        self._recheck_at = self._step + _RECHECK
+        self._recheck_at = self._step + self._recheck_interval
+        self._recheck_interval = min(2 * self._recheck_interval, _LAST_RECHECK)
 
     def _off_or_probe(self, num_auto: int, num_rows: int, num_busy: int) -> IntRows:
-        """None, or now and then a short draft for a few rows, each in its turn, to see whether things have changed."""
+        """None, or now and then a short draft for a few rows, each in its turn, to see whether things have changed: the
+        text for the most part, and now and then, with half of the rows, what a larger step costs.
+        """
         self._turn_off(num_rows, num_busy)
         lengths = np.zeros(num_auto, np.int32)
         if self._step >= self._probe_at:
+            self._recheck_at = self._step + 2  # when what it shows is known
             self._probe_at = self._step + self._probe_interval
             self._probe_interval = min(2 * self._probe_interval, _LAST_PROBE)
             self.acceptance.fade()
-            count = 1 + num_auto // 8
+            is_wide = self._num_probes % _WIDE_PROBES == 0
+            self._num_probes += 1
+            count = (num_auto + 1) // 2 if is_wide else 1 + num_auto // 16
             lengths[(self._probe_from + np.arange(count)) % num_auto] = min(_PROBE_LENGTH, self._max_drafts)
             self._probe_from += count
         return lengths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from enginectl.interfaces.model import LayerSpec
+    from enginectl.interfaces.sampler import Sampler
     from enginectl.types import SamplingParams
 
 
@@ -31,13 +34,40 @@ class DraftBatch:
     hidden: Tensor | None = None
 
 
+@dataclass(slots=True)
+class DraftStore:
+    """What a speculator with layers of its own works on: the runner's arrays, to be read only, and its pages.
+
+    kv: (keys, values) for each of its `kv_layers`, laid out as the target's and addressed by the same block ids.
+    block_table: [groups, max_num_seqs, max_blocks] int32; num_blocks: [max_num_seqs] int32 entries of a row that hold.
+    sampler: the target's, whose noise a draft may share.
+    """
+
+    kv: list[tuple[Tensor, Tensor]]
+    block_table: NDArray[np.int32]
+    num_blocks: NDArray[np.int32]
+    block_size: int
+    sampler: Sampler
+
+
 class Speculator(ABC):
     """Proposes what comes next. max_drafts: most tokens it ever proposes for a row. reads_hidden: it wants
-    `DraftBatch.hidden` (needs a model that keeps hidden rows).
+    `DraftBatch.hidden` (needs a model that keeps hidden rows). is_adaptive: how many drafts a row gets is chosen by what
+    they cost and how often they are right; False: always as many as the request allows.
     """
 
     max_drafts: int
     reads_hidden: bool = False
+    is_adaptive: bool = True
+
+    def kv_layers(self) -> Sequence[LayerSpec]:
+        """Layers of its own whose keys and values live in the pool, under the target's block ids. They count in its
+        capacity, and rows are given slots for max_drafts tokens behind their own. Called: once, before it is sized.
+        """
+        return ()
+
+    def bind(self, store: DraftStore) -> None:
+        """Keep what it needs of the store. Called: once, before the first row."""
 
     @abstractmethod
     def add_row(self, row: int, token_ids: NDArray[np.int32], params: SamplingParams) -> None:
@@ -51,5 +81,5 @@ class Speculator(ABC):
     def propose(self, batch: DraftBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Drafts [n, max_drafts] int32 and how many of each row count, [n] int32, at most limit.
 
-        Called: once per step, after verification.
+        Called: once per step, after verification; not in steps in which no row may have drafts.
         """

@@ -28,6 +28,8 @@ Drafts = tuple[NDArray[np.int32], NDArray[np.int32]]
 class ConstantSpeculator(Speculator):
     """Always proposes the same token. rows: those it knows."""
 
+    is_adaptive = False
+
     def __init__(self, token: int = 7, max_drafts: int = 3) -> None:
         self.token = token
         self.max_drafts = max_drafts
@@ -55,6 +57,8 @@ class AnswerSpeculator(Speculator):
 
     answers: prompt to the output. Prompts it does not know get token 0.
     """
+
+    is_adaptive = False
 
     def __init__(
         self,
