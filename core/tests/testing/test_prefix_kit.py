@@ -18,6 +18,7 @@ from enginectl.testing.prefix_mutants import (
     NoParent,
     NoSalt,
     NoTags,
+    PublishesAcrossReloads,
     PublishesEarly,
 )
 
@@ -60,10 +61,11 @@ def test_a_mutant_index_fails_in_the_loop_too(mutant: type[DictPrefixIndex]) -> 
     ("part", "check"),
     [
         ({"core_type": PublishesEarly}, KIT.test_only_verified_blocks_are_published),
+        ({"core_type": PublishesAcrossReloads}, KIT.test_a_reload_under_running_rows_publishes_nothing_of_theirs),
         ({"pool_type": EvictsInUse}, KIT.test_a_block_in_use_is_never_evicted),
         ({"pool_type": EvictsHeadsFirst}, KIT.test_tails_go_before_heads),
     ],
-    ids=["PublishesEarly", "EvictsInUse", "EvictsHeadsFirst"],
+    ids=["PublishesEarly", "PublishesAcrossReloads", "EvictsInUse", "EvictsHeadsFirst"],
 )
 def test_a_mutant_loop_fails_the_test_named_for_it(part: dict[str, Any], check: Callable[..., None]) -> None:
     with pytest.raises((AssertionError, PoolError)):

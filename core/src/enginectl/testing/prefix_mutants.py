@@ -46,6 +46,15 @@ class PublishesEarly(EngineCore):
         t.num_tokens[plan.rows] = verified
 
 
+class PublishesAcrossReloads(EngineCore):
+    """Rows that run while an adapter is replaced go on publishing."""
+
+    def reset_prefix_cache(self, adapter: str | None = None) -> int:
+        """The index alone forgets."""
+        self.drain()
+        return self.pool.reset_index(adapter)
+
+
 class EvictsInUse(BlockPool):
     """A second reader is not counted: when the first one leaves, the block is idle, and soon somebody else's."""
 
