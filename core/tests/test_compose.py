@@ -131,7 +131,7 @@ def test_an_executor_that_answers_at_once_is_deferred_when_steps_overlap(depth: 
         ({"device": "cuda"}, UnsupportedError, "no NVIDIA GPU"),
         ({"kv_cache_dtype": "bfloat16"}, ConfigError, "kv-cache-dtype bfloat16"),
         ({"plugin_options": {"fcsf": {"x": 1}}}, PluginError, "no plugin named 'fcsf'; did you mean 'fcfs'"),
-        ({"plugin_options": {"fcfs": {"x": 1}}}, ConfigError, "takes no options"),
+        ({"plugin_options": {"paged": {"x": 1}}}, ConfigError, "takes no options"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 16}, ConfigError, "chunked"),
         ({"max_num_seq": 3}, ConfigError, "did you mean 'max_num_seqs'"),
     ],

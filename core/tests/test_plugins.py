@@ -236,7 +236,7 @@ def test_a_plugins_own_section_is_typed_and_strict(install: Install) -> None:
     with pytest.raises(ConfigError, match=r"\[plugins\.opt\].*num_drafts"):
         host.options(plugin, {"opt": {"num_drafts": "many"}})
     with pytest.raises(ConfigError, match="takes no options"):
-        host.options(host.plugins["fcfs"], {"fcfs": {"x": 1}})
+        host.options(host.plugins["paged"], {"paged": {"x": 1}})
     with pytest.raises(ConfigError, match="no plugin section named 'otp'; did you mean 'opt'"):
         host.check_sections(["otp"])
 

@@ -396,6 +396,7 @@ class Composer:
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_drafts=max_drafts,
+            max_prefill=config.long_prefill_token_threshold,
             num_lookahead=max_drafts if speculator is not None and speculator.kv_layers() else 0,
             speculation=controller,
             overlap_depth=config.overlap_depth or 0,

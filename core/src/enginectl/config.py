@@ -18,6 +18,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: auto, cpu, cuda. max_model_len: most tokens of one sequence, default the model's.
     max_num_seqs: most rows running at once. max_num_batched_tokens: token budget of a step; auto is 256 on a CPU and
     8192 on a GPU. enable_chunked_prefill: when off, a prompt must fit one step whole.
+    long_prefill_token_threshold: most prompt tokens a step reads while other rows decode, so that long prompts do not
+    stretch the time between their tokens; None is no limit but the step's.
     block_size: tokens a KV block. kv_cache_dtype: auto is the model's dtype.
     kv_cache_memory_bytes: bytes for KV on any device. gpu_memory_utilization: share of a GPU's memory the engine may
     use. num_gpu_blocks_override: exact number of KV blocks, whatever the memory.
@@ -44,6 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int | None = None
     block_size: int = 16
     kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None

@@ -40,6 +40,7 @@ ENGINE_RANGES: dict[str, Range] = {
     "max_model_len": _at_least(1),
     "max_num_seqs": _at_least(1),
     "max_num_batched_tokens": _at_least(1),
+    "long_prefill_token_threshold": _at_least(1),
     "block_size": Range(lambda n: 1 <= n <= 256 and n & (n - 1) == 0, "a power of two from 1 to 256"),
     "kv_cache_dtype": _one_of("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
     "kv_cache_memory_bytes": _at_least(1),
@@ -84,6 +85,11 @@ def validate_config(config: EngineConfig, origins: Mapping[str, str] | None = No
         raise ConfigError(
             f"max_num_batched_tokens is {batched}, less than max_model_len, {longest}, and chunked prefill is off: a "
             "prompt must fit one step whole. Turn chunked prefill on or raise max_num_batched_tokens."
+        )
+    if config.long_prefill_token_threshold is not None and not config.enable_chunked_prefill:
+        raise ConfigError(
+            f"long_prefill_token_threshold is {config.long_prefill_token_threshold}, and chunked prefill is off: a prompt "
+            "that may not be spread over steps cannot be slowed. Turn chunked prefill on or leave the threshold out."
         )
     _check_adapters(config)
     scheduler = config.roles.get("scheduler")

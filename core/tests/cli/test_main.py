@@ -68,7 +68,7 @@ class TestWrongInvocations:
             ("serve M --plugins trition,fcfs", "--plugins: no plugin named 'trition'"),
             ("serve M --fcsf.x 1", "--fcsf.x: no plugin named 'fcsf'; did you mean 'fcfs'?"),
             ("serve M --fcfs.x 1 --fcfs.x 2", "given twice"),
-            ("serve M --fcfs.x 1", "takes no options"),
+            ("serve M --paged.x 1", "takes no options"),
             ("serve M --enable-lora", "pip install enginectl-lora-sgmv"),
             ("config M --enable-prefix-caching", "pip install enginectl-prefix-cache"),
             ("serve M --config /no/such/file.toml", "cannot be read: No such file"),

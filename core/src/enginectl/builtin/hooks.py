@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from enginectl.builtin.scheduler_options import FairOptions, QueueOptions
 from enginectl.hookspecs import hookimpl
 from enginectl.provider import Capabilities, Provider, Role
 
@@ -31,7 +32,32 @@ def _returning(providers: Sequence[Provider]) -> Callable[[], Sequence[Provider]
 _here = "enginectl.builtin"
 
 fcfs = _Plugin(
-    Provider(Role.SCHEDULER, "fcfs", f"{_here}.scheduler_fcfs:build", summary="first come, first served"),
+    Provider(
+        Role.SCHEDULER,
+        "fcfs",
+        f"{_here}.scheduler_fcfs:build",
+        rank=10,
+        config=QueueOptions,
+        summary="first come, first served",
+    ),
+)
+priority = _Plugin(
+    Provider(
+        Role.SCHEDULER,
+        "priority",
+        f"{_here}.scheduler_priority:build",
+        config=QueueOptions,
+        summary="lower numbers first",
+    ),
+)
+fair = _Plugin(
+    Provider(
+        Role.SCHEDULER,
+        "fair",
+        f"{_here}.scheduler_fair:build",
+        config=FairOptions,
+        summary="tenants share by tokens",
+    ),
 )
 paged = _Plugin(
     Provider(Role.KV_ALLOCATOR, "paged", f"{_here}.allocator_paged:build", summary="free list, then oldest idle block"),

@@ -4,40 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
+from enginectl.builtin.scheduler_queue import Fifo, QueueScheduler
 from enginectl.context import BuildContext
 from enginectl.engine.request import Request
-from enginectl.interfaces.scheduler import Scheduler
 
 
-class FcfsScheduler(Scheduler):
+class FcfsScheduler(QueueScheduler):
     """Two queues in arrival order: preempted requests, then those that never ran. The newest row gives way first."""
 
-    def __init__(self) -> None:
-        self._resumed: dict[int, Request] = {}
-        self._fresh: dict[int, Request] = {}
+    def __init__(self, *, skip_ahead: int = 16, skip_ahead_s: float = 5.0) -> None:
+        super().__init__(skip_ahead=skip_ahead, skip_ahead_s=skip_ahead_s)
+        self._resumed = Fifo()
+        self._fresh = Fifo()
 
-    def add(self, request: Request, *, resumed: bool) -> None:
+    def enqueue(self, request: Request, *, resumed: bool) -> None:
         """Queue by arrival; several preempted at once come newest first, so each goes to the front."""
         if resumed:
-            self._resumed = {request.key: request, **self._resumed}
+            self._resumed.push_front(request)
         else:
-            self._fresh[request.key] = request
+            self._fresh.append(request)
 
-    def remove(self, request: Request) -> None:
+    def dequeue(self, request: Request, *, admitted: bool) -> None:
         """Leave whichever queue holds it."""
-        queue = self._resumed if request.key in self._resumed else self._fresh
-        del queue[request.key]
+        (self._resumed if request in self._resumed else self._fresh).remove(request)
 
     def __len__(self) -> int:
         """Waiting requests of both kinds."""
         return len(self._resumed) + len(self._fresh)
 
-    def candidates(self, now: float) -> Iterator[Request]:
+    def order(self) -> Iterator[Request]:
         """Preempted requests, then the others."""
-        yield from list(self._resumed.values())
-        yield from list(self._fresh.values())
+        yield from self._resumed
+        yield from self._fresh
 
 
 def build(ctx: BuildContext) -> FcfsScheduler:
     """Provider factory."""
-    return FcfsScheduler()
+    return FcfsScheduler(**msgspec.structs.asdict(ctx.options) if ctx.options is not None else {})

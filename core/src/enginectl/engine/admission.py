@@ -38,7 +38,9 @@ class Grant:
 class Admission:
     """Grants resources or says which one is missing; nothing is held unless everything is.
 
-    watermark: blocks kept free for rows that run, so that a new row is not preempted at once.
+    watermark: blocks kept free for rows that run, so that a new row is not preempted at once; None is one in a hundred.
+    A preempted request waits for more: a block for each row that runs, times how often it gave way, so that it does not
+    come back only to give way again.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Admission:
         max_drafts: int = 0,
         vocab_size: int = 0,
         checks: Sequence[RowParts] = (),
+        watermark: int | None = None,
     ) -> None:
         self.pool = pool
         self.adapters = adapters
@@ -65,7 +68,7 @@ class Admission:
         self._max_drafts = max_drafts
         self._vocab_size = vocab_size
         self._checks = tuple(checks)
-        self._watermark = max(1, pool.num_usable // 100)
+        self._watermark = max(1, pool.num_usable // 100) if watermark is None else watermark
 
     def refuses(self, request: Request) -> str | None:
         """Why the request can never run here, or None."""
@@ -113,7 +116,7 @@ class Admission:
         if not self._chunked and num_tokens < total - cached:
             return "blocks"
         available = self.pool.num_available - self.pool.num_idle_among(shared)
-        reserve = owed + self._watermark if num_running else 0
+        reserve = owed + self._watermark + num_running * request.num_preemptions if num_running else 0
         if self._blocks_for(min(total + 1, request.max_total_tokens)) - shared.size > available - reserve:
             return "blocks"
         if (missing := self._acquire_adapter(request)) is not None:

@@ -41,6 +41,9 @@ class RowTable:
         """Rows that run, in admission order."""
         self._free = list(range(n - 1, -1, -1))
         self._tenants: dict[str, int] = {}
+        self._tenant_names: list[str] = []
+        self._tenant_rows: list[int] = []
+        self._free_tenants: list[int] = []
         self._fixed: RunningRows | None = None
 
     @property
@@ -65,7 +68,7 @@ class RowTable:
         self.awaits_first[row] = request.first_token_s == 0.0
         self.priority[row] = request.priority
         self.arrival_s[row] = request.arrival_s
-        self.tenant[row] = self._tenants.setdefault(request.tenant, len(self._tenants))
+        self.tenant[row] = self._enter(request.tenant)
         self.order = np.append(self.order, np.int32(row))
         self._fixed = None
         return row
@@ -84,8 +87,7 @@ class RowTable:
         self.requests[row] = None
         self.num_blocks[row] = 0
         self._free.append(row)
-        if len(self._free) == len(self.requests):
-            self._tenants.clear()
+        self._leave(int(self.tenant[row]))
 
     def request(self, row: int) -> Request:
         """Who holds this row."""
@@ -102,11 +104,38 @@ class RowTable:
         fixed, rows = self._fixed, self.order
         if fixed is None:
             fixed = self._fixed = RunningRows(
-                rows, num_pending, num_pending, self.priority[rows], self.arrival_s[rows], self.tenant[rows]
+                rows,
+                num_pending,
+                num_pending,
+                self.priority[rows],
+                self.arrival_s[rows],
+                self.tenant[rows],
+                self._tenant_names,
             )
         fixed.num_pending = num_pending
         fixed.num_tokens = self.num_tokens[rows]
         return fixed
+
+    def _enter(self, name: str) -> int:
+        """The tenant's index, for one more row."""
+        index = self._tenants.get(name)
+        if index is None:
+            if self._free_tenants:
+                index = self._free_tenants.pop()
+                self._tenant_names[index] = name
+            else:
+                index = len(self._tenant_names)
+                self._tenant_names.append(name)
+                self._tenant_rows.append(0)
+            self._tenants[name] = index
+        self._tenant_rows[index] += 1
+        return index
+
+    def _leave(self, index: int) -> None:
+        self._tenant_rows[index] -= 1
+        if self._tenant_rows[index] == 0:
+            del self._tenants[self._tenant_names[index]]
+            self._free_tenants.append(index)
 
     def _set_stops(self, row: int, ids: tuple[int, ...]) -> None:
         width = self.stop_ids.shape[1]

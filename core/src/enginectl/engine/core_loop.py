@@ -83,6 +83,7 @@ class EngineCore:
     num_lookahead: slots kept behind each row's tokens, for speculators with layers of their own. speculation: chooses
     draft lengths; without it every row gets as many as it allows.
     overlap_depth: 0 retires each step before the next is planned; 1 plans step N + 1 while step N runs.
+    max_prefill: most prompt tokens of a step in which rows decode, None for no limit but the budget.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class EngineCore:
         max_num_batched_tokens: int,
         max_chunk: int | None = None,
         max_drafts: int = 0,
+        max_prefill: int | None = None,
         num_lookahead: int = 0,
         speculation: SpeculationController | None = None,
         overlap_depth: int = 0,
@@ -110,7 +112,9 @@ class EngineCore:
         self.counters = Counters()
         self.outputs = OutputBuilder(table)
         self._block_size = block_size
-        self._budget = StepBudget(max_num_batched_tokens, max_chunk or max_num_batched_tokens)
+        self._budget = StepBudget(
+            max_num_batched_tokens, max_chunk or max_num_batched_tokens, max_prefill, 1 + max_drafts
+        )
         self._max_drafts = max_drafts
         self._num_lookahead = num_lookahead
         self._speculation = speculation
@@ -231,7 +235,7 @@ class EngineCore:
             counts = self._grant_running(now)
             assert counts is not None, "nothing is in flight"
         rows = self.table.order
-        left = self._budget.num_tokens - int(counts.sum())
+        left = self._left_for_prompts(counts)
         if left > 0 and self.table.num_free_rows and len(self.scheduler):
             admitted = self._admit(left, now)
             if admitted:
@@ -245,6 +249,16 @@ class EngineCore:
             if not rows.size:
                 return None
         return self._make_plan(rows, counts)
+
+    def _left_for_prompts(self, counts: IntRows) -> int:
+        """Tokens that requests which are admitted now may read in this step."""
+        budget = self._budget
+        left = budget.num_tokens - int(counts.sum())
+        if budget.max_prefill is None:
+            return left
+        reads = counts > budget.max_decode
+        decodes = bool((counts[~reads] > 0).any())
+        return min(left, budget.max_prefill - int(counts[reads].sum())) if decodes else left
 
     def _grant_running(self, now: float) -> IntRows | None:
         """Tokens each running row advances, with blocks for them; None if steps in flight must be retired first."""

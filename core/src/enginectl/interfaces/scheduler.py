@@ -8,7 +8,7 @@ when blocks run out. It never touches blocks, slots or grammars: core's `try_acq
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ class RunningRows:
 
     rows: [n] int32 place in the persistent batch. num_pending: [n] int32 tokens known but not computed, drafts
     included (1 for a plain decode). num_tokens: [n] int32 prompt and output so far. priority: [n] int32.
-    arrival_s: [n] float64. tenant: [n] int32 index of the tenant.
+    arrival_s: [n] float64. tenant: [n] int32 index into `tenants`; an index is used again once no row has it.
     """
 
     rows: NDArray[np.int32]
@@ -34,14 +34,21 @@ class RunningRows:
     priority: NDArray[np.int32]
     arrival_s: NDArray[np.float64]
     tenant: NDArray[np.int32]
+    tenants: Sequence[str] = ()
 
 
 @dataclass(slots=True)
 class StepBudget:
-    """What a step may do: num_tokens over all rows; max_chunk: most tokens one row may advance."""
+    """What a step may do: num_tokens over all rows; max_chunk: most tokens one row may advance.
+
+    max_prefill: most tokens over all rows that are reading, in a step in which others decode; None for no limit.
+    max_decode: rows with at most so many pending tokens decode (drafts included), the others read.
+    """
 
     num_tokens: int
     max_chunk: int
+    max_prefill: int | None = None
+    max_decode: int = 1
 
 
 class Scheduler(ABC):
@@ -93,9 +100,29 @@ class Scheduler(ABC):
 def first_come(num_pending: NDArray[np.int32], budget: StepBudget) -> NDArray[np.int32]:
     """Tokens in the given order until the budget is spent, at most max_chunk a row. [n] int32 to [n] int32."""
     counts = np.minimum(num_pending, budget.max_chunk)
+    if budget.max_prefill is not None:
+        counts = _slow_reading(counts, budget.max_prefill, budget.max_decode)
     total = int(counts.sum())
     if total <= budget.num_tokens:
         return counts
     left = budget.num_tokens - (np.cumsum(counts) - counts)
     granted: NDArray[np.int32] = np.clip(left, 0, counts).astype(np.int32)
     return granted
+
+
+def in_order(num_pending: NDArray[np.int32], order: NDArray[np.intp], budget: StepBudget) -> NDArray[np.int32]:
+    """`first_come` in another order. order: [n] indices, first served first."""
+    granted = np.empty(num_pending.size, np.int32)
+    granted[order] = first_come(num_pending[order], budget)
+    return granted
+
+
+def _slow_reading(counts: NDArray[np.int32], most: int, max_decode: int) -> NDArray[np.int32]:
+    """Rows that read get `most` tokens together, first come, while others decode."""
+    reads = counts > max_decode
+    if not reads.any() or not (counts[~reads] > 0).any():
+        return counts
+    reading = np.where(reads, counts, 0)
+    left = most - (np.cumsum(reading) - reading)
+    slowed: NDArray[np.int32] = np.where(reads, np.clip(left, 0, reading), counts).astype(np.int32)
+    return slowed

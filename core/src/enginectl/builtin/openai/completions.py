@@ -69,7 +69,7 @@ class TextCompletions:
                 adapter=adapter,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
-                tenant=record.tenant or body.user or "",
+                tenant=record.tenant or body.user or adapter or "",
                 timeout_s=body.timeout,
                 choice_offset=place * params.n,
             )
