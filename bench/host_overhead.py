@@ -187,9 +187,10 @@ def main() -> None:
 
 
 def _prefix_index(num_seqs: int) -> Any:
-    from enginectl_prefix_cache import bench_index  # the plugin offers its index without an engine
+    from enginectl_prefix_cache.hashing import make_hasher
+    from enginectl_prefix_cache.index import HashPrefixIndex
 
-    return bench_index(num_seqs * (MAX_MODEL_LEN // BLOCK_SIZE) + 1, BLOCK_SIZE)
+    return HashPrefixIndex(num_seqs * (MAX_MODEL_LEN // BLOCK_SIZE) + 1, BLOCK_SIZE, make_hasher("sha256"))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def repr_bytes(extras: object) -> bytes:
 
 def digests(index: HashPrefixIndex, prompt: NDArray[np.int32], key: BlockKey) -> list[bytes]:
     chain = index._chain(7, key)
-    index._extend(chain, prompt, len(prompt) // BLOCK_SIZE)
+    index._extend(chain, prompt.tobytes(), 0)
     index.end(7)
     return chain.digests
 
@@ -106,7 +106,7 @@ def test_only_cryptographic_digests_are_the_same_elsewhere(algorithm: str) -> No
         "from enginectl_prefix_cache.hashing import make_hasher; from enginectl_prefix_cache.index import HashPrefixIndex;"
         f"index = HashPrefixIndex(4, 4, make_hasher({algorithm!r}));"
         "chain = index._chain(1, BlockKey(adapter='a', adapter_version='1', salt='s', multimodal=((5, 'm'),)));"
-        "index._extend(chain, np.arange(12, dtype=np.int32), 3); print(chain.digests[-1].hex())"
+        "index._extend(chain, np.arange(12, dtype=np.int32).tobytes(), 0); print(chain.digests[-1].hex())"
     )
     runs = [
         subprocess.run(

@@ -52,14 +52,15 @@ class HashPrefixIndex(PrefixIndex):
 
     def __init__(self, num_blocks: int, block_size: int, hasher: BlockHasher) -> None:
         self._block_size = block_size
+        self._width = 4 * block_size
         self._hasher = hasher
         self._hash = hasher.hash_block
         self._by_digest: dict[bytes, int] = {}
         self._chains: dict[int, _Chain] = {}
         self._last_serial = _ROOT
         # By block id.
-        self._tokens = np.zeros((num_blocks, block_size), np.int32)
         self._is_published = np.zeros(num_blocks, np.bool_)
+        self._tokens: list[bytes] = [b""] * num_blocks
         self._digests: list[bytes] = [b""] * num_blocks
         self._serials = [_ROOT] * num_blocks
         self._parents = [_UNKNOWN] * num_blocks
@@ -80,7 +81,7 @@ class HashPrefixIndex(PrefixIndex):
 
     def match(self, sequence: int, token_ids: NDArray[np.int32], key: BlockKey) -> PrefixMatch:
         """Hash block after block until one is not known; compare the tokens of all of them at once."""
-        size = self._block_size
+        size, width = self._block_size, self._width
         most = len(token_ids) // size
         if most == 0:
             return _NO_MATCH
@@ -88,8 +89,7 @@ class HashPrefixIndex(PrefixIndex):
         digests, by_digest, hash_block = chain.digests, self._by_digest, self._hash
         serials, parents = self._serials, self._parents
         num_hashed = len(digests)
-        data = token_ids[: most * size].tobytes() if num_hashed < most else b""
-        width = 4 * size
+        data = token_ids[: most * size].tobytes()
         digest = digests[-1] if digests else self._hasher.root
         parent = _ROOT
         found: list[int] = []
@@ -106,19 +106,17 @@ class HashPrefixIndex(PrefixIndex):
             found.append(block)
         if not found:
             return _NO_MATCH
-        blocks = np.array(found, np.int32)
-        count = self._count_equal(blocks, token_ids, chain.extras)
-        return PrefixMatch(count * size, blocks[:count])
+        count = self._count_equal(found, data, chain.extras)
+        return PrefixMatch(count * size, np.array(found[:count], np.int32))
 
-    def _count_equal(self, blocks: BlockIds, token_ids: NDArray[np.int32], extras: dict[int, bytes]) -> int:
+    def _count_equal(self, blocks: list[int], data: bytes, extras: dict[int, bytes]) -> int:
         """How many of the first blocks hold exactly these tokens, with these extras."""
-        asked = token_ids[: blocks.size * self._block_size].reshape(blocks.size, self._block_size)
-        held = self._tokens[blocks]
-        count = blocks.size
-        if not np.array_equal(held, asked):
-            count = int((held == asked).all(axis=1).argmin())
+        count, width = len(blocks), self._width
+        held = [self._tokens[block] for block in blocks]
+        if b"".join(held) != data[: count * width]:
+            count = next(i for i, one in enumerate(held) if one != data[i * width : (i + 1) * width])
         if extras or self._extras:
-            for i, block in enumerate(blocks[:count].tolist()):
+            for i, block in enumerate(blocks[:count]):
                 if self._extras.get(block, b"") != extras.get(i, b""):
                     return i
         return count
@@ -144,51 +142,57 @@ class HashPrefixIndex(PrefixIndex):
         parent = self._parent_of(chain, blocks, start)
         if parent is None:
             return
-        rows = token_ids.reshape(-1, self._block_size)
-        self._extend(chain, token_ids, len(blocks))
-        digests, adapter = chain.digests, key.adapter
+        count, width = len(blocks), self._width
+        if len(chain.digests) < start:  # it has not been matched
+            self._extend(chain, token_ids[: start * self._block_size].tobytes(), 0)
+        data = token_ids[start * self._block_size : count * self._block_size].tobytes()
+        self._extend(chain, data, start)
+        digests, all_extras, adapter = chain.digests, chain.extras, key.adapter
         for i, block in enumerate(new, start):
             digest = digests[i]
-            extras = chain.extras.get(i, b"") if chain.extras else b""
+            extras = all_extras.get(i, b"") if all_extras else b""
+            at = (i - start) * width
+            tokens = data[at : at + width]
             holder = self._by_digest.get(digest)
-            if holder is not None and self._holds(holder, rows[i], extras, parent):
+            if holder is not None and self._holds(holder, tokens, extras, parent):
                 parent = self._serials[holder]
                 chain.tail_block = holder
                 continue
             self._last_serial += 1
             self._by_digest[digest] = block
             self._digests[block] = digest
+            self._tokens[block] = tokens
             self._parents[block] = parent
             self._serials[block] = parent = self._last_serial
-            self._tokens[block] = rows[i]
             self._is_published[block] = True
             if extras:
                 self._extras[block] = extras
             if adapter is not None:
                 self._adapters[block] = adapter
             chain.tail_block = block
-        chain.num_published = len(blocks)
+        chain.num_published = count
         chain.tail_serial = parent
 
     def _check_new(self, blocks: list[int]) -> None:
+        serials = self._serials
         for block in blocks:
-            if self._serials[block] != _ROOT or block == 0:
+            if serials[block] != _ROOT or block == 0:
                 raise PoolError(f"block {block} is published already, or is the null block; forget it first")
 
     def _parent_of(self, chain: _Chain, blocks: BlockIds, start: int) -> int | None:
         """Serial number of what the first new block follows; None if that is not known, and so cannot be found again."""
         if start == 0:
             return _ROOT
-        serial = self._serials[int(blocks[start - 1])]
+        serial = self._serials[blocks.item(start - 1)]
         if serial != _ROOT:
             return serial
         if chain.num_published == start and self._serials[chain.tail_block] == chain.tail_serial:
             return chain.tail_serial
         return _UNKNOWN if self._hasher.is_cryptographic else None  # it may come back, see `_adopt`
 
-    def _holds(self, block: int, tokens: NDArray[np.int32], extras: bytes, parent: int) -> bool:
+    def _holds(self, block: int, tokens: bytes, extras: bytes, parent: int) -> bool:
         """Whether a block with the same digest has the same contents too."""
-        if self._extras.get(block, b"") != extras or not np.array_equal(self._tokens[block], tokens):
+        if self._tokens[block] != tokens or self._extras.get(block, b"") != extras:
             return False
         return self._parents[block] == parent or self._adopt(block, parent)
 
@@ -201,18 +205,13 @@ class HashPrefixIndex(PrefixIndex):
             chain = self._chains[sequence] = _Chain(key, extras)
         return chain
 
-    def _extend(self, chain: _Chain, token_ids: NDArray[np.int32], count: int) -> None:
-        """Digests of the first `count` blocks; only those that are missing are hashed."""
-        digests = chain.digests
-        first = len(digests)
-        if first >= count:
-            return
-        width = 4 * self._block_size
-        data = token_ids[first * self._block_size : count * self._block_size].tobytes()
+    def _extend(self, chain: _Chain, data: bytes, start: int) -> None:
+        """Digests of the blocks from `start` on, whose tokens are in data; only those that are missing are hashed."""
+        digests, width, hash_block = chain.digests, self._width, self._hash
         digest = digests[-1] if digests else self._hasher.root
-        for i in range(first, count):
-            at = (i - first) * width
-            digest = self._hash(digest, data[at : at + width], chain.extras.get(i, b""))
+        first = len(digests) - start
+        for i in range(first, len(data) // width):
+            digest = hash_block(digest, data[i * width : (i + 1) * width], chain.extras.get(start + i, b""))
             digests.append(digest)
 
     # -- forgetting ----------------------------------------------------------------------------------------------
@@ -233,7 +232,7 @@ class HashPrefixIndex(PrefixIndex):
             digest = self._digests[block]
             if by_digest.get(digest) == block:
                 del by_digest[digest]
-            self._digests[block] = b""
+            self._digests[block] = self._tokens[block] = b""
             self._serials[block] = _ROOT
             self._parents[block] = _UNKNOWN
         if self._extras:
