@@ -120,8 +120,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """time.monotonic() seconds in a choice's life, and how often it was preempted.
 
-    0.0 is what did not happen. A choice that ended on the API side (a stop string, a reader that left, an engine that
-    died) has that side's times, and no scheduled_s.
+    0.0 is what did not happen. A choice whose end the engine does not tell (its reader left, the engine died) has the
+    API side's times, and no scheduled_s.
     """
 
     arrival_s: float

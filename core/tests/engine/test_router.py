@@ -88,18 +88,37 @@ def test_what_nobody_reads_is_merged_and_loses_nothing(n: int) -> None:
     assert ticket.take() == []
 
 
-def test_a_choice_cut_by_a_stop_string_has_timings() -> None:
+def test_a_choice_cut_by_a_stop_string_is_accounted_for_by_the_engine() -> None:
+    """Its text goes out at once; that it was the last waits for the engine, which knows times and cached tokens."""
     router = Router()
     ticket, (key,) = router.open(stop=("cd",))
     assert [router.step({key: token}) for token in (0, 2, 3)] == [[], [], [key]]
-    *_, last = ticket.take()
-    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "cd")
-    assert last.timings is not None
-    assert 0 < last.timings.arrival_s <= last.timings.first_token_s <= last.timings.finished_s
-    (ended,) = router.ended
-    assert ended.timings == (last.timings,)
-    assert ended.reasons == (FinishReason.STOP,)
+    chunks = ticket.take()
+    assert whole(chunks) == ("a", [0, 2, 3])
+    assert not ticket.is_done
     assert router.step({key: 4}) == [], "the engine's tokens on the way are dropped"
+    timings = Timings(0.1, 0.2, 0.3, 0.4, 1)
+    router.step({}, Finished(key, FinishReason.ABORT, None, None, 32, timings))
+    (last,) = ticket.take()
+    assert (last.text, last.token_ids, last.finish_reason, last.stop_reason) == ("", (), FinishReason.STOP, "cd")
+    assert (last.timings, last.num_cached_tokens) == (timings, 32)
+    (ended,) = router.ended
+    assert (ended.timings, ended.reasons) == ((timings,), (FinishReason.STOP,))
+    assert (ended.usage.completion_tokens, ended.usage.cached_tokens) == (3, 32)
+    assert router.router.num_open == 0
+
+
+def test_a_choice_that_was_cut_is_whole_though_the_engine_dies() -> None:
+    router = Router()
+    ticket, (key,) = router.open(stop=("cd",))
+    for token in (2, 3):
+        router.step({key: token})
+    router.router.fail_all(EngineDeadError("gone"))
+    *_, last = ticket.take()
+    assert last.finish_reason is FinishReason.STOP
+    assert ticket.failure is None
+    assert [ended.reasons for ended in router.ended] == [(FinishReason.STOP,)]
+    assert router.ended[0].timings[0].first_token_s > 0
 
 
 def test_a_reader_that_left_and_a_dead_engine_are_accounted_for() -> None:
@@ -127,6 +146,7 @@ def test_text_that_cannot_be_made_ends_its_choice_alone() -> None:
     bad, (culprit,) = router.open("bad")
     good, (other,) = router.open("good")
     assert router.step({culprit: BROKEN, other: 1}) == [culprit]
+    router.step({}, Finished(culprit, FinishReason.ABORT, None, None, 0, Timings(0.1, 0.2, 0.3, 0.4, 0)))
     (chunk,) = bad.take()
     assert chunk.finish_reason is FinishReason.ERROR
     assert "no such token" in (chunk.error or "")

@@ -110,7 +110,9 @@ class Ticket:
 
 
 class _Choice:
-    __slots__ = ("first_s", "index", "key", "text", "ticket")
+    """ending: its last chunk, when it was cut on this side and the engine has yet to say that it is over there too."""
+
+    __slots__ = ("ending", "first_s", "index", "key", "text", "ticket")
 
     def __init__(self, key: int, index: int, text: ChoiceText, ticket: Ticket) -> None:
         self.key = key
@@ -118,9 +120,10 @@ class _Choice:
         self.text = text
         self.ticket = ticket
         self.first_s = 0.0
+        self.ending: OutputChunk | None = None
 
     def timings(self) -> Timings:
-        """Of a choice that ends on this side, before the engine says so: as this side saw it."""
+        """Of a choice whose end the engine does not tell: as this side saw it."""
         return Timings(self.ticket.arrival_s, 0.0, self.first_s, time.monotonic(), 0)
 
 
@@ -196,16 +199,21 @@ class OutputRouter:
     def fail_all(self, error: Exception) -> None:
         """The engine died: every open request ends with this error."""
         for ticket in list(self.tickets.values()):
-            self._drop_choices(ticket, FinishReason.ERROR)
-            ticket.failure = error
-            self._report(ticket, str(error))
+            for choice in [self._choices[key] for key in ticket.keys]:
+                if choice.ending is not None:  # nothing of it is missing
+                    self._put(choice, choice.ending)
+                    self._end(choice, choice.ending, choice.timings(), 0)
+            if not ticket.is_done:
+                self._drop_choices(ticket, FinishReason.ERROR)
+                ticket.failure = error
+                self._report(ticket, str(error))
             ticket.wake()
         self.tickets.clear()
 
     def _drop_choices(self, ticket: Ticket, reason: FinishReason) -> None:
         for key in ticket.keys:
             choice = self._choices.pop(key)
-            ticket.reasons.append(reason)
+            ticket.reasons.append((choice.ending and choice.ending.finish_reason) or reason)
             ticket.timings.append(choice.timings())
             ticket.num_output_tokens += choice.text.num_output_tokens
         ticket.keys.clear()
@@ -249,38 +257,48 @@ class OutputRouter:
         choice = self._choices.get(key)
         if choice is None:
             return  # it ended here already: a stop string, or a reader that went away
-        text, ticket = choice.text, choice.ticket
+        ticket = choice.ticket
+        touched[ticket] = None
+        if choice.ending is not None:
+            if finished is not None:
+                self._confirm(choice, choice.ending, finished)
+            return
         if finished is not None and finished.refused:
             ticket.failure = RequestError(finished.error or "refused")
         if not choice.first_s and token_ids:
             choice.first_s = time.monotonic()
         try:
-            chunk = text.push(token_ids, logprobs, finished)  # type: ignore[arg-type]
+            chunk = choice.text.push(token_ids, logprobs, finished)  # type: ignore[arg-type]
         except Exception as error:  # a detokenizer's fault ends this choice, not the others
             log.exception("request %s: making text failed", ticket.request.request_id)
             chunk = _broken(choice, error)
-        ends = finished is not None or (chunk is not None and chunk.finish_reason is not None)
-        if ends and finished is None:
-            assert chunk is not None, "a choice that ends here ends with a chunk"
+        if chunk is not None and chunk.finish_reason is not None and finished is None:
             stopped.append(key)
-            chunk = msgspec.structs.replace(chunk, timings=choice.timings())
+            chunk, choice.ending = _split(chunk)
         if chunk is not None:
-            if key in ticket.prompt_logprobs:
-                chunk = _with_prompt_logprobs(chunk, ticket.prompt_logprobs.pop(key))
-            ticket.put(chunk)
-            touched[ticket] = None
-        if ends:
-            self._end(choice, finished, chunk)
+            self._put(choice, chunk)
+        if finished is not None:
+            self._end(choice, chunk, finished.timings, finished.num_cached_tokens)
 
-    def _end(self, choice: _Choice, finished: Finished | None, chunk: OutputChunk | None) -> None:
+    def _confirm(self, choice: _Choice, ending: OutputChunk, finished: Finished) -> None:
+        """A choice cut here is over in the engine, too: its blocks are free, and its account is known."""
+        cached, timings = finished.num_cached_tokens, finished.timings
+        self._put(choice, msgspec.structs.replace(ending, num_cached_tokens=cached, timings=timings))
+        self._end(choice, ending, timings, cached)
+
+    def _put(self, choice: _Choice, chunk: OutputChunk) -> None:
+        entries = choice.ticket.prompt_logprobs.pop(choice.key, None)
+        if entries is not None:
+            chunk = msgspec.structs.replace(chunk, prompt_logprobs=tuple(entries))
+        choice.ticket.put(chunk)
+
+    def _end(self, choice: _Choice, chunk: OutputChunk | None, timings: Timings, num_cached_tokens: int) -> None:
         ticket = choice.ticket
         del self._choices[choice.key]
         ticket.keys.discard(choice.key)
         ticket.num_output_tokens += choice.text.num_output_tokens
-        timings = finished.timings if finished is not None else chunk.timings if chunk is not None else None
-        ticket.timings.append(timings or choice.timings())
-        if finished is not None:
-            ticket.num_cached_tokens = max(ticket.num_cached_tokens, finished.num_cached_tokens)
+        ticket.timings.append(timings)
+        ticket.num_cached_tokens = max(ticket.num_cached_tokens, num_cached_tokens)
         reason = chunk.finish_reason if chunk is not None and chunk.finish_reason else FinishReason.STOP
         ticket.reasons.append(reason)
         if ticket.is_done and self.tickets.pop(ticket.request.request_id, None) is not None:
@@ -291,8 +309,20 @@ class OutputRouter:
             self._on_finished(ticket, error)
 
 
-def _with_prompt_logprobs(chunk: OutputChunk, entries: list[TokenLogprobs | None]) -> OutputChunk:
-    return msgspec.structs.replace(chunk, prompt_logprobs=tuple(entries))
+def _split(chunk: OutputChunk) -> tuple[OutputChunk | None, OutputChunk]:
+    """What a last chunk says, which goes out at once, and that it was the last, which waits for the engine."""
+    ending = OutputChunk(
+        index=chunk.index,
+        text="",
+        token_ids=(),
+        logprobs=None if chunk.logprobs is None else (),
+        finish_reason=chunk.finish_reason,
+        stop_reason=chunk.stop_reason,
+        error=chunk.error,
+    )
+    if not chunk.text and not chunk.token_ids:
+        return None, ending
+    return msgspec.structs.replace(chunk, finish_reason=None, stop_reason=None, error=None), ending
 
 
 def _broken(choice: _Choice, error: Exception) -> OutputChunk:
