@@ -1,1 +1,1 @@
-"""Paged attention kernels in Triton for enginectl. This version registers nothing."""
+"""Paged attention and model ops in Triton for enginectl. Importing this imports neither torch nor triton."""
