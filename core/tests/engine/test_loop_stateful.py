@@ -38,7 +38,9 @@ ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 class Sent:
     """A request and what must come of it. may_fail: it is poisonous, refused, or has a deadline."""
 
+    prompt: list[int]
     expected: list[int]
+    adapter: str | None
     may_fail: bool
     aborted: bool = False
 
@@ -115,7 +117,7 @@ class LoopMachine(RuleBasedStateMachine):
         key = len(self.sent) + 1
         eos = (EOS,) if has_eos else ()
         expected = free_tokens(prompt, max_tokens, vocab_size=VOCAB, stop_ids=(*eos, *stop), seed=seed)
-        self.sent[key] = Sent(expected, wrong is not None or timeout_s is not None)
+        self.sent[key] = Sent(prompt, expected, adapter, wrong is not None or timeout_s is not None)
         self.loop.core.add(
             free_request(
                 key,
@@ -215,6 +217,9 @@ class LoopMachine(RuleBasedStateMachine):
         if self.index is not None:
             assert self.index.num_sequences == 0
             assert self.index.num_known == stats.num_blocks_idle
+            known = [(sent.adapter, sent.prompt + sent.expected) for sent in self.sent.values()]
+            for block_key, tokens in self.index.contents():
+                assert any(block_key.adapter == a and tokens == all_[: len(tokens)] for a, all_ in known), "a draft?"
             core.pool.reset_index()
         assert core.pool.allocator.num_free == self.num_blocks
         core.pool.check()

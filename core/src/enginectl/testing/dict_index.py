@@ -27,6 +27,10 @@ class DictPrefixIndex(PrefixIndex):
         """Blocks it would find."""
         return len(self._block_of)
 
+    def contents(self) -> list[tuple[BlockKey, list[int]]]:
+        """Of each known block its key, and all tokens up to its end."""
+        return [(key, np.frombuffer(tokens, np.int32).tolist()) for key, tokens in self._block_of]
+
     @property
     def num_sequences(self) -> int:
         """Sequences that have published and not ended."""
