@@ -78,6 +78,7 @@ def packer(dtype: torch.dtype) -> Packer | None:
     def pack(weight: Tensor, bias: Tensor | None) -> Op:
         # No batch size: packing for one makes the bits of a row depend on how many there are.
         packed = reorder(weight.contiguous(), None)
+        bias = None if bias is None else bias.contiguous()
         return lambda rows: product(rows, packed, bias, "none", [], "")
 
     sample = torch.linspace(-1, 1, 32 * 16).view(32, 16).to(dtype)

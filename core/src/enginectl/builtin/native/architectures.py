@@ -229,7 +229,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3_moe": Architecture(
         keys=_SWITCHED | _EXPERT_KEYS | {"attention_bias", "num_experts", "num_local_experts", "num_experts_per_tok"},
-        defaults={**_SWITCHED_DEFAULTS, "decoder_sparse_step": 1, "norm_topk_prob": False},
+        defaults={
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+        },
         qk_norm="head",
         windows="all",
         num_experts="num_experts",
