@@ -40,7 +40,7 @@ class CpuAttention(AttentionBackend):
     def __init__(
         self, layers: Sequence[LayerSpec], *, block_size: int, dtype: torch.dtype, num_threads: int | None = None
     ) -> None:
-        library = load_library()
+        library = self._library = load_library()
         self._layers = tuple(layers)
         self._block_size = block_size
         self._dtype = dtype
@@ -61,6 +61,8 @@ class CpuAttention(AttentionBackend):
             assert keys.is_contiguous(), "the kernels index keys by slot"
             assert values.is_contiguous(), "the kernels index values by slot"
             assert keys.dtype == values.dtype == self._dtype, f"the store is {keys.dtype}, not {self._dtype}"
+            for tensor in (keys, values):
+                self._library.ectl_prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
         self._kv = kv
         self._structs = [self._described(layer, *pair) for layer, pair in zip(self._layers, kv, strict=True)]
         self._addresses = [addressof(struct) for struct in self._structs]

@@ -95,6 +95,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ectl_head_free": (None, (_P, _I)),
     "ectl_attention": (_P, (_I,)),
     "ectl_attention_free": (None, (_P,)),
+    "ectl_prefer_huge_pages": (None, (_P, ctypes.c_size_t)),
     "ectl_write_kv": (_I, (_P, _P, _P, _I, _P, _L, _L, _P, _L, _L)),
     "ectl_attend": (_I, (_P, _P, _P, _I, _P, _L, _L, _P, _P)),
 }

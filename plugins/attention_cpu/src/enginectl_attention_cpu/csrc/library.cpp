@@ -38,7 +38,7 @@ void* made(OpSet* set, Fn&& fn) {
 struct AttentionState {
   Team team;
   Scratch partial;
-  std::vector<int32_t> work;
+  Work work;
   std::mutex busy;
   explicit AttentionState(int num_threads) : team(num_threads) {}
 };
@@ -140,6 +140,14 @@ void ectl_head_free(void* head, int dtype) {
 
 void* ectl_attention(int num_threads) { return new (std::nothrow) AttentionState(num_threads); }
 void ectl_attention_free(void* state) { delete static_cast<AttentionState*>(state); }
+
+// Memory that is read in no order reads twice as fast from huge pages. Only a wish, and only for pages not yet touched.
+void ectl_prefer_huge_pages(void* start, size_t bytes) {
+  constexpr size_t huge = size_t{2} << 20;
+  const size_t from = (reinterpret_cast<size_t>(start) + huge - 1) / huge * huge;
+  const size_t to = (reinterpret_cast<size_t>(start) + bytes) / huge * huge;
+  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+}
 
 int ectl_write_kv(AttentionState* state, const Layer* layer, const Step* step, int dtype, const void* k,
                   int64_t k_token, int64_t k_head, const void* v, int64_t v_token, int64_t v_head) {

@@ -254,6 +254,14 @@ inline F dot(F acc, Pairs a, Pairs b) { return {dot(acc.lo, a.lo, b.lo), dot(acc
 
 #endif
 
+inline float first_lane(F a) {
+#if defined(ECTL_AVX512)
+  return _mm512_cvtss_f32(a);
+#else
+  return _mm256_cvtss_f32(a.lo);
+#endif
+}
+
 // a as T stores it.
 template <class T>
 inline F rounded(F a) {
