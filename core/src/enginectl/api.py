@@ -9,6 +9,7 @@ print(out.outputs[0].text)
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,8 @@ from enginectl.types import (
     Usage,
 )
 
+log = logging.getLogger("enginectl.client")
+
 Prompt = str | Sequence[int]
 
 _STALLED_WAIT_S = 0.001
@@ -55,6 +58,7 @@ OBJECT_ROLES = frozenset(
         Role.EXECUTOR,
         Role.LOGITS_PROCESSOR,
         Role.MODEL_FAMILY,
+        Role.OP_SET,
         Role.WEIGHTS,
         Role.DETOKENIZER,
         Role.OBSERVER,
@@ -272,14 +276,21 @@ class Engine:
 
     def _on_finished(self, ticket: Ticket, error: str | None) -> None:
         finished = ticket.finished(error)
-        for observer in self._observers:
-            observer.on_finished(finished)
-        self._host.hook.enginectl_request_finished(request=ticket.request, finished=finished)
+        try:
+            for observer in self._observers:
+                observer.on_finished(finished)
+            self._host.hook.enginectl_request_finished(request=ticket.request, finished=finished)
+        except Exception:  # the tokens of other requests follow in the same message
+            log.exception("request %s: an observer or a plugin failed", finished.request_id)
 
     def _show(self, outputs: StepOutputs) -> None:
-        if outputs.stats is not None:
-            for observer in self._observers:
+        if outputs.stats is None:
+            return
+        for observer in self._observers:
+            try:
                 observer.on_stats(outputs.stats)
+            except Exception:  # an observer's fault is not the engine's
+                log.exception("the observer %s failed", type(observer).__name__)
 
 
 def duplicate_offsets(prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[int]:

@@ -18,9 +18,11 @@ from enginectl.engine.runner import LocalRunner
 from enginectl.errors import RequestError
 from enginectl.interfaces.grammar import GrammarMatcher
 from enginectl.interfaces.model import ForwardInput, Kept
+from enginectl.interfaces.observer import Observer
 from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch
 from enginectl.testing.tiny_models import EOS, VOCAB_SIZE
 from enginectl.testing.toys import ConstantSpeculator, CycleGrammar, CycleMatcher
+from enginectl.types import EngineStats, FinishedRequest
 
 POISON = 251
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
@@ -77,6 +79,17 @@ def undisturbed(model: Path) -> dict[str, list[tuple[int, ...]]]:
         }
 
 
+def forward_that_raises(forward: Callable[[ForwardInput], Kept]) -> Callable[[ForwardInput], Kept]:
+    """The model, but for one token."""
+
+    def raise_on_poison(step: ForwardInput) -> Kept:
+        if (step.token_ids == POISON).any():
+            raise ValueError("this token is not for me")
+        return forward(step)
+
+    return raise_on_poison
+
+
 @DEPTHS
 @pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
@@ -92,15 +105,7 @@ def test_a_row_that_makes_the_model_raise_ends_alone(
     extra = {"speculator": ConstantSpeculator()} if speculates else {}
     with engine_of(model, depth, max_num_batched_tokens=16, **extra) as engine:
         local: Any = runner(engine)
-        forward = local._forward
-
-        def raise_on_poison(step: ForwardInput) -> Kept:
-            if (step.token_ids == POISON).any():
-                raise ValueError("this token is not for me")
-            kept: Kept = forward(step)
-            return kept
-
-        local._forward = raise_on_poison
+        local._forward = forward_that_raises(local._forward)
         for _ in range(2):
             outputs = engine.generate(prompts, params)
             errors = {i: str(output.error) for i, output in enumerate(outputs) if output.error is not None}
@@ -286,6 +291,48 @@ def test_a_matcher_that_raises_ends_its_row_and_advances_no_other(where: str, de
         assert f"the {where} is broken" in str(outputs[1].error)
         assert len(outputs[1].outputs[0].token_ids) == 4
         at_rest(engine)
+
+
+def test_a_step_behind_one_that_raised_is_not_run(model: Path) -> None:
+    """Law 14a at depth 1: its matchers would advance over tokens that are taken back."""
+    params = structured(seed=8)
+    late = [*range(40, 70), POISON]
+    expected: list[tuple[int, ...]] = []
+    for poisons in (False, True):
+        with engine_of(model, 1, max_num_batched_tokens=12, grammar=CycleGrammar(VOCAB_SIZE, [EOS])) as engine:
+            local: Any = runner(engine)
+            local._forward = forward_that_raises(local._forward)
+            outputs = engine.generate([*some_prompts(3), *[late] * poisons], [params] * 3 + [GREEDY] * poisons)
+            if not poisons:
+                expected = ids(outputs)
+                continue
+            assert "not for me" in str(outputs[3].error)
+            assert ids(outputs[:3]) == expected
+            assert engine.stats().num_generation_tokens > 30
+            at_rest(engine)
+
+
+class Broken(Observer):
+    """Raises whenever it is told something."""
+
+    num_told = 0
+
+    def on_stats(self, stats: EngineStats) -> None:
+        self.num_told += 1
+        raise OSError("no room")
+
+    def on_finished(self, finished: FinishedRequest) -> None:
+        self.num_told += 1
+        raise OSError("no room")
+
+
+def test_an_observer_that_raises_changes_nothing(model: Path, undisturbed: dict[str, list[tuple[int, ...]]]) -> None:
+    """It ended the call, and lost the tokens of every request in that message."""
+    toy = Broken()
+    with engine_of(model, 0, observer=toy) as engine:
+        assert ids(engine.generate(some_prompts(), GREEDY)) == undisturbed["greedy"]
+        at_rest(engine)
+    assert toy.num_told > 7
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------
