@@ -1,1 +1,1 @@
-"""FlashInfer attention for enginectl. This version registers nothing."""
+"""FlashInfer attention for enginectl. Importing this imports neither torch nor flashinfer."""

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +284,10 @@ def table(usages: Sequence[Usage]) -> str:
     names = dict.fromkeys(found.name for found in usages)
     by_key = {(found.name, found.capability): found for found in usages}
     capabilities = sorted({found.capability for found in usages})
-    cell: Callable[[Usage], str] = lambda u: f"{u.registers} / {u.spill_bytes} / {u.shared_bytes / 1024:.1f}"  # noqa: E731
+
+    def cell(one: Usage) -> str:
+        return f"{one.registers} / {one.spill_bytes} / {one.shared_bytes / 1024:.1f}"
+
     lines = ["| kernel | " + " | ".join(f"sm_{c}" for c in capabilities) + " |", "|---" * (len(capabilities) + 1) + "|"]
     for name in names:
         lines.append(f"| {name} | " + " | ".join(cell(by_key[name, c]) for c in capabilities) + " |")
@@ -290,17 +295,28 @@ def table(usages: Sequence[Usage]) -> str:
 
 
 def main() -> None:
-    """Print the table for the architectures and dtypes asked for."""
+    """Print the table, or with --json a list of what each kernel takes. Status 1 if one takes too much."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--architectures", type=int, nargs="*", default=list(ARCHITECTURES))
-    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float16", "float32"], choices=list(POINTERS))
+    parser.add_argument("--dtypes", nargs="*", default=list(POINTERS), choices=list(POINTERS))
+    parser.add_argument("--only", default="", help="regular expression: kernels whose name it matches")
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    found = [usage(spec, c) for c in args.architectures for spec in specs(c, args.dtypes)]
-    print(f"triton {triton.__version__}; registers / spilled bytes a thread / shared KiB a program\n")
-    print(table(found))
-    over = [u for u in found if u.shared_bytes > u.shared_limit or u.spill_bytes]
-    for u in over:
-        print(f"over: {u}")
+    found = [
+        usage(spec, capability)
+        for capability in args.architectures
+        for spec in specs(capability, args.dtypes)
+        if re.search(args.only, spec.name)
+    ]
+    if args.json:
+        print(json.dumps([asdict(one) for one in found]))
+    else:
+        print(f"triton {triton.__version__}; registers / spilled bytes a thread / shared KiB a program\n")
+        print(table(found))
+    over = [one for one in found if one.shared_bytes > one.shared_limit or one.spill_bytes]
+    for one in over:
+        print(f"too much: {one}", file=sys.stderr)
+    sys.exit(1 if over else 0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from enginectl.errors import UnsupportedError
 from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
 from enginectl.interfaces.model import LayerSpec
 from enginectl_attention_triton.attention_kernels import attend_kernel, join_kernel, write_kernel
-from enginectl_attention_triton.config import Shape, join_warps, padded_dim, power_of_two
+from enginectl_attention_triton.config import Shape, fits_a_tile, join_warps, padded_dim, power_of_two
 from enginectl_attention_triton.op_launch import turn_heads
 from enginectl_attention_triton.plan import Device, Part, TritonPlan, make_plan
 
@@ -204,6 +204,12 @@ def build(ctx: BuildContext) -> TritonAttention:
     size = ctx.engine.block_size
     if size.bit_count() != 1 or size > 256:
         raise UnsupportedError(f"attention 'triton' reads blocks of 1, 2, 4 … 256 tokens, not {size}; set --block-size")
+    for layer in ctx.model_spec.layers:
+        if not fits_a_tile(Shape.of(layer)):
+            raise UnsupportedError(
+                f"attention 'triton' has no tile for {layer.num_heads // layer.num_kv_heads} query heads a KV head of "
+                f"{max(layer.head_dim, layer.v_head_dim)}; use --attention torch"
+            )
     return TritonAttention(
         ctx.model_spec.layers, block_size=size, device=find_device(ctx.device), dtype=getattr(torch, ctx.dtype)
     )

@@ -19,6 +19,9 @@ MAX_NARROW = 64
 NARROW_QUERIES = 16
 """Rows with at most this many queries (decode, drafts) are split over their keys; longer ones fill the device."""
 
+MAX_TILE_ELEMENTS = 128 * 128
+"""Most numbers of queries in a tile."""
+
 MAX_SPLITS = 64
 
 MIN_SPLIT_KEYS = 128
@@ -77,6 +80,11 @@ _SHARED_LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_4
 def shared_limit(capability: int) -> int:
     """Bytes of shared memory one program may use, by compute capability (80, 90 …)."""
     return _SHARED_LIMITS[max(known for known in _SHARED_LIMITS if known <= capability)]
+
+
+def fits_a_tile(shape: Shape) -> bool:
+    """Whether one query of a whole group of heads stays in shared memory and registers."""
+    return power_of_two(shape.heads_per_kv) * padded_dim(max(shape.head_dim, shape.v_head_dim)) <= MAX_TILE_ELEMENTS
 
 
 def wide_tile(shape: Shape, *, itemsize: int, capability: int) -> Tile:
