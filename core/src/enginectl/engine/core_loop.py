@@ -56,8 +56,10 @@ class Flight:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine started."""
+    """Totals since the engine started. drafted_at, accepted_at: drafts by their position behind the verified tokens."""
 
+    drafted_at: NDArray[np.int64]
+    accepted_at: NDArray[np.int64]
     steps: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
@@ -109,7 +111,7 @@ class EngineCore:
         self.executor = executor
         self.table = table
         self.admission = admission
-        self.counters = Counters()
+        self.counters = Counters(np.zeros(max_drafts, np.int64), np.zeros(max_drafts, np.int64))
         self.outputs = OutputBuilder(table)
         self._block_size = block_size
         self._budget = StepBudget(
@@ -219,8 +221,8 @@ class EngineCore:
             num_steps=c.steps,
             step_tokens=self._last_tokens,
             step_s=self._last_s,
-            drafted_by_position=() if speculation is None else tuple(speculation.acceptance.num_drafted.tolist()),
-            accepted_by_position=() if speculation is None else tuple(speculation.acceptance.num_accepted.tolist()),
+            drafted_by_position=tuple(c.drafted_at.tolist()),
+            accepted_by_position=tuple(c.accepted_at.tolist()),
             draft_length=0.0 if speculation is None else speculation.mean_length,
         )
 
@@ -471,19 +473,19 @@ class EngineCore:
                 self._vacate(row)
 
     def _observe(self, speculation: SpeculationController, flight: Flight, result: StepResult) -> None:
-        """Tell the controller what the step cost, had to propose, and accepted. Steps that hold prompts say nothing."""
+        """Tell the controller what the step cost, had to propose, and accepted."""
         now, plan = self._clock(), flight.plan
         started = max(flight.launched_s, self._retired_s)
         self._retired_s = now
-        if result.errors or not plan.samples.all():
+        if result.errors:
             return
-        if (plan.num_tokens == plan.num_drafts + 1).all():
+        if (plan.num_tokens == plan.num_drafts + 1).all():  # no prompt in it, whose tokens cost less
             longest = int(plan.draft_limits.max())
             speculation.observe_step(int(plan.num_tokens.sum()), now - started, result.propose_s, longest)
-        if result.num_drafts.size and plan.draft_limits.any():
-            speculation.observe_proposals(plan.rows, plan.draft_limits, result.num_drafts)
-        if plan.num_drafts.any():
-            speculation.observe_verified(plan.rows, plan.num_drafts, result.num_new - 1)
+        if flight.has_drafts and result.rows.size:
+            samples = plan.samples
+            speculation.observe_proposals(result.rows, plan.draft_limits[samples], result.num_drafts)
+            speculation.observe_verified(result.rows, plan.num_drafts[samples], result.num_new - 1)
 
     def _recover(self, flight: Flight, error: Exception) -> StepResult:
         """A step raised: undo later flights (they did not run), then run its rows in halves to find the culprit.
@@ -562,6 +564,8 @@ class EngineCore:
         rejected = drafted[rows] - (num_new - 1)
         self.counters.drafted += int(drafted[rows].sum())
         self.counters.accepted += int((num_new - 1).sum())
+        self.counters.drafted_at[: width - 1] += (column[:-1] < drafted[rows][:, None]).sum(0)
+        self.counters.accepted_at[: width - 1] += (column[1:] < num_new[:, None]).sum(0)
         is_stop = (t.stop_ids[rows][:, None, :] == tokens[:, :, None]).any(2) & valid
         at_limit = (base[:, None] + column + 1 >= t.max_tokens[rows][:, None]) & valid
         end = is_stop | at_limit

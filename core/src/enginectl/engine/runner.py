@@ -92,7 +92,17 @@ class LocalRunner(Executor):
         if self._speculator is not None:
             own = [self._pages(layer, layout) for layer in self._speculator.kv_layers()]
             rows = self.rows
-            self._speculator.bind(DraftStore(own, rows.block_table, rows.num_blocks, rows.block_size, self._sampler))
+            self._speculator.bind(
+                DraftStore(
+                    kv=own,
+                    block_table=rows.block_table,
+                    num_blocks=rows.num_blocks,
+                    block_size=rows.block_size,
+                    prompt_lens=rows.prompt_lens,
+                    processors=self._processors,
+                    sampler=self._sampler,
+                )
+            )
 
     def _pages(self, layer: LayerSpec, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (layout.num_blocks, layout.block_size, layer.num_kv_heads)

@@ -116,8 +116,6 @@ class Acceptance:
         self._shared_trials = np.full(max_drafts, _PRIOR_TRIALS)
         self._supply = np.ones(max_num_seqs)
         self._position = np.arange(max_drafts)
-        self.num_drafted = np.zeros(max_drafts, np.int64)
-        self.num_accepted = np.zeros(max_drafts, np.int64)
 
     def open_row(self, row: int) -> None:
         """Somebody else has the row."""
@@ -135,11 +133,8 @@ class Acceptance:
         tried = self._position < np.minimum(accepted + 1, drafted)[:, None]
         self._trials[rows] = np.where(tried, self._trials[rows] * _DECAY + 1.0, self._trials[rows])
         self._hits[rows] = np.where(tried, self._hits[rows] * _DECAY + right, self._hits[rows])
-        num_right = right.sum(0)
         self._shared_trials = self._shared_trials * _SHARED_DECAY + tried.sum(0)
-        self._shared_hits = self._shared_hits * _SHARED_DECAY + num_right
-        self.num_accepted += num_right
-        self.num_drafted += (self._position < drafted[:, None]).sum(0)
+        self._shared_hits = self._shared_hits * _SHARED_DECAY + right.sum(0)
 
     def observe_supply(self, rows: IntRows, asked: IntRows, given: IntRows) -> None:
         """The speculator was asked for so many drafts and had so many."""

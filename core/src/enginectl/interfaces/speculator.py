@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from enginectl.interfaces.model import LayerSpec
-    from enginectl.interfaces.sampler import Sampler
+    from enginectl.interfaces.sampler import LogitsProcessor, Sampler
     from enginectl.types import SamplingParams
 
 
@@ -23,8 +23,9 @@ class DraftBatch:
     """Rows that just got verified tokens and may be given drafts.
 
     rows: [n] int32. num_tokens: [n] int32 verified tokens of each row. limit: [n] int32 most drafts wanted (0 for
-    none). token_ids: [max_num_seqs, max_model_len] int32 on the host. hidden: [n, hidden_size], the hidden row that
-    predicted the last verified token, for speculators with the hidden_states capability, else None.
+    none). token_ids: [max_num_seqs, max_model_len + 1 + max_drafts] int32 on the host; what is written behind a row's
+    tokens is scratch. hidden: [n, hidden_size], the hidden row that predicted the last verified token, for speculators
+    with the hidden_states capability, else None.
     """
 
     rows: NDArray[np.int32]
@@ -40,13 +41,15 @@ class DraftStore:
 
     kv: (keys, values) for each of its `kv_layers`, laid out as the target's and addressed by the same block ids.
     block_table: [groups, max_num_seqs, max_blocks] int32; num_blocks: [max_num_seqs] int32 entries of a row that hold.
-    sampler: the target's, whose noise a draft may share.
+    prompt_lens: [max_num_seqs] int32. processors, sampler: the target's, so that a draft can be chosen as it will be.
     """
 
     kv: list[tuple[Tensor, Tensor]]
     block_table: NDArray[np.int32]
     num_blocks: NDArray[np.int32]
     block_size: int
+    prompt_lens: NDArray[np.int32]
+    processors: Sequence[LogitsProcessor]
     sampler: Sampler
 
 

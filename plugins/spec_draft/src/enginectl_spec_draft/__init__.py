@@ -1,1 +1,1 @@
-"""Draft-model speculation for enginectl. This version registers nothing."""
+"""Speculation with a draft model for enginectl."""

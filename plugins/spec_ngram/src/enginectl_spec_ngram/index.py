@@ -102,8 +102,8 @@ class NgramIndex:
         bases, mask = self._bases[:, owner], np.broadcast_to(self._mask[owner], hashes.shape)
         at = np.broadcast_to(positions, hashes.shape)
         if exists.all():
-            found = self._exchange(*(part.reshape(-1) for part in (bases, hashes, mask, at)), many=not single)
-            found = found.reshape(hashes.shape)
+            flat = bases.reshape(-1), hashes.reshape(-1), mask.reshape(-1), at.reshape(-1)
+            found = self._exchange(*flat, many=not single).reshape(hashes.shape)
         else:
             found = np.zeros(hashes.shape, np.int64)
             found[exists] = self._exchange(bases[exists], hashes[exists], mask[exists], at[exists], many=not single)
@@ -164,7 +164,8 @@ class NgramIndex:
         step = usable.argmax(0)
         column = np.arange(slots.size)
         fits = usable[step, column]
-        target, result = at[step, column], seen[step, column] & _LOW
+        target = at[step, column]
+        result: Words = seen[step, column] & _LOW
         if fits.all():
             self._flat[target] = entries
         else:
