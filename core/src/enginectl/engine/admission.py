@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from enginectl.engine.ledger import BlockPool
 from enginectl.engine.request import Request
-from enginectl.errors import RequestError
+from enginectl.errors import RequestError, unknown
 from enginectl.interfaces.adapter import AdapterBackend
 from enginectl.interfaces.sampler import RowParts
 from enginectl.types import SamplingParams
@@ -81,8 +81,11 @@ class Admission:
         params = request.spec.params
         if params.structured_outputs is not None and self.grammars is None:
             return "structured outputs need a grammar plugin, and none is installed"
-        if request.spec.adapter is not None and self.adapters is None:
-            return f"adapter {request.spec.adapter!r} needs an adapter plugin, and none serves here"
+        if (name := request.spec.adapter) is not None:
+            if self.adapters is None:
+                return f"adapter {name!r} needs an adapter plugin, and none serves here"
+            if name not in (known := [info.name for info in self.adapters.list()]):
+                return unknown("adapter", name, known)
         try:
             for part in self._checks:
                 part.validate(params, self._vocab_size)
@@ -91,7 +94,12 @@ class Admission:
         return None
 
     def prepare(self, request: Request) -> None:
-        """Start what takes time off the loop: compile the grammar."""
+        """Start what takes time off the loop, the grammar, and count it among the users of its adapter."""
+        self._compile(request)
+        if request.spec.adapter is not None and self.adapters is not None:
+            self.adapters.add_user(request.spec.adapter)
+
+    def _compile(self, request: Request) -> None:
         spec = request.spec.params.structured_outputs
         if spec is not None and self.grammars is not None:
             request.grammar = self.grammars.start(spec)
@@ -134,12 +142,20 @@ class Admission:
             assert self.adapters is not None, "a slot was acquired from the backend"
             self.adapters.release(request.adapter_slot)
             request.adapter_slot = -1
-        if preempted and request.grammar is not None:
-            self.prepare(request)  # a fresh matcher; it is advanced over the output when the row is added again
-        self.forget(request)
+        if not preempted:
+            self.forget(request)
+            return
+        self._end_chain(request)
+        if request.grammar is not None:
+            self._compile(request)  # a fresh matcher; it is advanced over the output when the row is added again
 
     def forget(self, request: Request) -> None:
-        """The request has no blocks any more: its hash chain ends."""
+        """The request is over and holds nothing: its hash chain ends, and its adapter has one user less."""
+        self._end_chain(request)
+        if request.spec.adapter is not None and self.adapters is not None:
+            self.adapters.remove_user(request.spec.adapter)
+
+    def _end_chain(self, request: Request) -> None:
         if self.pool.index is not None:
             self.pool.index.end(request.key)
 

@@ -25,7 +25,8 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 class AdapterBackend(ABC):
     """Loads adapters, keeps some of them in device slots, and adds their part inside the model.
 
-    Slot -1 means no adapter. A slot is referenced by each row that uses it and may be reused at zero references.
+    Slot -1 means no adapter. A slot is referenced by each row that uses it and may be reused at zero references. A user is
+    a choice that names the adapter, from the moment it is queued to its end, whether it has a row or waits.
     """
 
     @abstractmethod
@@ -38,7 +39,9 @@ class AdapterBackend(ABC):
 
     @abstractmethod
     def unload(self, name: str) -> None:
-        """Forget an adapter once its last user is gone. Raises NotFoundError for an unknown name."""
+        """Take it from the list at once, and forget it when its last user is gone. Raises NotFoundError for an unknown
+        name.
+        """
 
     @abstractmethod
     def list(self) -> tuple[AdapterInfo, ...]:
@@ -48,9 +51,16 @@ class AdapterBackend(ABC):
         """The content version of an adapter, None if it is unknown. Called: once per admission attempt."""
         return next((info.version for info in self.list() if info.name == name), None)
 
+    def add_user(self, name: str) -> None:
+        """A choice that names it was queued. Called: once per choice."""
+
+    def remove_user(self, name: str) -> None:
+        """That choice is over, and so are its steps in flight. Called: once per choice."""
+
     @abstractmethod
     def acquire(self, name: str) -> int | None:
-        """A slot holding the adapter, with one more reference; None if every slot is in use by others.
+        """A slot holding the adapter, with one more reference; None if it must wait: every slot is in use by others, or
+        its weights are being read. Never blocks.
 
         Called: once per admission attempt.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,23 @@ class Kept:
     logits: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LinearSite:
+    """A linear of a loaded model that an adapter may add to.
+
+    modules: the checkpoint's names of what it computes, such as `model.layers.0.self_attn.q_proj`; several where the
+    model has fused them, and then out_sizes are the widths of their parts of the output, in order. in_size: width of a row.
+    connect: `connect(add)`: in steps whose adapter_slots is not None the output becomes `add(rows, out)`, called with
+    rows [num_tokens, in_size] and out [num_tokens, sum(out_sizes)], which it may change in place and return. Other steps
+    run as if nothing were connected.
+    """
+
+    modules: tuple[str, ...]
+    in_size: int
+    out_sizes: tuple[int, ...]
+    connect: Callable[[Callable[[Tensor, Tensor], Tensor]], None]
+
+
 class Model(ABC):
     """A loaded model on its device. Stateless between steps except for its KV pages.
 
@@ -81,6 +99,13 @@ class Model(ABC):
     @abstractmethod
     def use_attention(self, attention: AttentionBackend) -> None:
         """Call this backend in every layer from now on. Called: once, before the first forward."""
+
+    def linear_sites(self) -> Sequence[LinearSite]:
+        """The linears of attention and MLP that adapters may add to; none where the model cannot offer them.
+
+        Called: once, by an adapter backend's `attach`.
+        """
+        return ()
 
     @abstractmethod
     def forward(self, step: ForwardInput) -> Kept:
