@@ -138,7 +138,9 @@ def test_a_captured_plan_is_planned_again_before_each_replay(queries: int) -> No
     backend.bind([store])
     pages = Pages(block_size=4, num_blocks=60)
     pages.advance([(i, 6) for i in range(4)])
-    plan = backend.capture(pages.advance([(i, queries) for i in range(4)]))
+    largest = pages.advance([(i, queries) for i in range(4)])
+    largest.block_tables = torch.nn.functional.pad(largest.block_tables, (0, 3))
+    plan = backend.capture(largest)
     for rows in (4, 2, 3):
         batch = pages.advance([(i, queries) for i in range(rows)])
         num_plans = sum(method == "plan" for _, method, _ in recorder.calls)

@@ -63,7 +63,8 @@ class Shape:
 class FlashInferPlan:
     """One step. cut: tokens of the decode part. A part without rows has no wrapper.
 
-    captured: rows and queries a row of a plan that is replayed; None for one that serves a single step.
+    captured: rows, queries a row and columns of the block table of a plan that is replayed; None for one that serves a
+    single step.
     """
 
     num_tokens: int
@@ -71,7 +72,7 @@ class FlashInferPlan:
     slot_mapping: Tensor
     decode: list[Any] = field(default_factory=list)
     prefill: list[Any] = field(default_factory=list)
-    captured: tuple[int, int] | None = None
+    captured: tuple[int, int, int] | None = None
 
 
 class FlashInferAttention(AttentionBackend):
@@ -122,11 +123,11 @@ class FlashInferAttention(AttentionBackend):
 
     def capture(self, batch: AttentionBatch) -> FlashInferPlan:
         """Wrappers of this size over buffers of their own. Every row has as many queries."""
-        rows, tokens = batch.num_seqs, batch.num_tokens
+        rows, tokens, width = batch.num_seqs, batch.num_tokens, batch.block_tables.shape[-1]
         assert tokens == rows * batch.max_query_len, "every row of a bucket has as many queries"
         slots = batch.slot_mapping.clone(memory_format=torch.contiguous_format)
-        plan = FlashInferPlan(tokens, 0, slots, captured=(rows, batch.max_query_len))
-        most = rows * batch.block_tables.shape[-1]
+        plan = FlashInferPlan(tokens, 0, slots, captured=(rows, batch.max_query_len, width))
+        most = rows * width
         if batch.max_query_len == 1:
             plan.cut = tokens
             plan.decode = [self._decode_wrapper(shape, rows, most) for shape in self._shapes]
@@ -138,17 +139,17 @@ class FlashInferAttention(AttentionBackend):
     def update(self, plan: FlashInferPlan, batch: AttentionBatch) -> None:
         """Plan anew for this step's lengths. Rows the batch lacks read and write the null block."""
         assert plan.captured is not None, "only a captured plan is updated"
-        rows, queries = plan.captured
-        found = batch.num_seqs
+        rows, queries, width = plan.captured
+        found, columns = batch.num_seqs, batch.block_tables.shape[-1]
         assert found <= rows, f"{found} rows, captured for {rows}"
         assert batch.num_tokens == found * queries, "as many queries a row as were captured"
+        assert columns <= width, f"{columns} blocks, captured for {width}"
         plan.slot_mapping[:, : batch.num_tokens].copy_(batch.slot_mapping[:, : batch.num_tokens], non_blocking=True)
         plan.slot_mapping[:, batch.num_tokens :].zero_()
         lens = np.full(rows, queries, np.int32)
         lens[:found] = batch.seq_lens_host[:found]
-        width = max(batch.block_tables.shape[-1], -(-queries // self._block_size))
         tables = batch.block_tables.new_zeros(batch.block_tables.shape[0], rows, width)
-        tables[:, :found, : batch.block_tables.shape[-1]] = batch.block_tables[:, :found]
+        tables[:, :found, :columns] = batch.block_tables[:, :found]
         if plan.decode:
             self._plan_decode(plan.decode, tables, lens)
         else:
