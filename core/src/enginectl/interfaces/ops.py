@@ -85,8 +85,9 @@ class BlockWeights:
 class Block(ABC):
     """One decoder layer without its attention.
 
-    linears: qkv, output and, in a dense MLP, gate_up and down, looked up at each call, so that adapters may wrap them.
-    A block that does its linears in one piece has none; with adapters, core builds blocks that have them.
+    linears: qkv, output and, in a dense MLP, gate_up and down, looked up at each call: for adapters, core makes shallow
+    copies of blocks that have other linears. A block that does its linears in one piece has none, and where adapters
+    serve core builds blocks that have them.
     """
 
     linears: dict[str, Op]

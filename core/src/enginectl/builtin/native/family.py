@@ -56,7 +56,8 @@ class NativeFamily(ModelFamily):
             blocks[layer] = block
 
         with torch.inference_mode():
-            ends = Loader(structure, checkpoint, dtype=dtype_named(ctx.dtype), device=ctx.device).run(build_layer)
+            loader = Loader(structure, checkpoint, dtype=dtype_named(ctx.dtype), device=ctx.device)
+            ends = loader.run(build_layer)
             head = ops.head(ends.norm, ends.head, structure.blocks[0])
             if head is None:
                 head = PlainHead(ends.norm, ends.head, structure.blocks[0], ops)
@@ -65,7 +66,15 @@ class NativeFamily(ModelFamily):
         in_order = [blocks[layer] for layer in range(len(blocks))]
         kinds = sorted({type(block).__name__ for block in in_order})
         log.info("%s: %d layers (%s), %s", spec.architecture, len(in_order), ", ".join(kinds), type(head).__name__)
-        return NativeModel(spec, structure, embedding=ends.embedding, blocks=in_order, head=head, ropes=ropes)
+        return NativeModel(
+            spec,
+            structure,
+            embedding=ends.embedding,
+            blocks=in_order,
+            head=head,
+            ropes=ropes,
+            fused=frozenset(loader.fused),
+        )
 
 
 def model_spec(structure: Structure, checkpoint: Checkpoint, ctx: BuildContext) -> ModelSpec:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from enginectl.builtin.native.config import Structure
 from enginectl.builtin.native.rope import RopeTable
+from enginectl.builtin.native.sites import sites_of
 from enginectl.interfaces.attention import AttentionBackend
-from enginectl.interfaces.model import ForwardInput, Kept, Model, ModelSpec
+from enginectl.interfaces.model import ForwardInput, Kept, LinearSite, Model, ModelSpec
 from enginectl.interfaces.ops import Block, Head
 
 
 class NativeModel(Model):
-    """Embedding, blocks around attention, head. `blocks` are open to adapters through their `linears`."""
+    """Embedding, blocks around attention, head.
+
+    fused: linears that the checkpoint stores in one, by the names adapters know them by.
+    """
 
     def __init__(
         self,
@@ -24,6 +31,7 @@ class NativeModel(Model):
         blocks: list[Block],
         head: Head,
         ropes: list[RopeTable],
+        fused: frozenset[str] = frozenset(),
     ) -> None:
         self.spec = spec
         self.blocks = blocks
@@ -36,13 +44,27 @@ class NativeModel(Model):
         self._logits_scale = structure.logits_scale
         self._soft_cap = structure.soft_cap
         self._attention: AttentionBackend | None = None
+        self._specs = structure.blocks
+        self._fused = fused
+        self._adapted: Sequence[Block] = ()
 
     def use_attention(self, attention: AttentionBackend) -> None:
         """Call this backend in every layer from now on."""
         self._attention = attention
 
+    def linear_sites(self) -> Sequence[LinearSite]:
+        """Every linear but the head and what is in a mixture, where blocks have linears at all."""
+        if not all(block.linears for block in self.blocks):
+            return ()
+        self._adapted = views = [copy.copy(block) for block in self.blocks]
+        for view in views:
+            view.linears = dict(view.linears)
+        return sites_of(views, self._specs, self._fused)
+
     def forward(self, step: ForwardInput) -> Kept:
-        """One packed forward. The last layer finishes only the rows that are kept, before the final norm."""
+        """One packed forward. The last layer finishes only the rows that are kept, before the final norm, except in
+        steps with adapters, whose slots count all rows.
+        """
         attention, plan = self._attention, step.plan
         assert attention is not None, "the model was called before use_attention()"
         write_kv, attend = attention.write_kv, attention.attend
@@ -51,17 +73,21 @@ class NativeModel(Model):
             hidden.mul_(self._embedding_scale)
         turns = [rope.at(step.positions) for rope in self._ropes]
         turn_of = [turns[rope] for rope in self._rope_of]
+        blocks = self.blocks if step.adapter_slots is None else self._adapted
         last = len(self.blocks) - 1
-        for layer, block in enumerate(self.blocks[:last]):
+        for layer, block in enumerate(blocks[:last]):
             q, k, v = block.before(hidden, *turn_of[layer])
             write_kv(layer, k, v, plan)
             hidden = block.after(hidden, attend(layer, q, plan).flatten(1))
-        q, k, v = self.blocks[last].before(hidden, *turn_of[last])
+        q, k, v = blocks[last].before(hidden, *turn_of[last])
         write_kv(last, k, v, plan)
         if not step.keep.shape[0]:
             return Kept(hidden=hidden[:0])
-        attended = attend(last, q, plan).flatten(1).index_select(0, step.keep)
-        return Kept(hidden=self.blocks[last].after(hidden.index_select(0, step.keep), attended))
+        attended = attend(last, q, plan).flatten(1)
+        if step.adapter_slots is not None:
+            return Kept(hidden=blocks[last].after(hidden, attended).index_select(0, step.keep))
+        attended = attended.index_select(0, step.keep)
+        return Kept(hidden=blocks[last].after(hidden.index_select(0, step.keep), attended))
 
     def logits(self, kept: Kept, rows: Tensor | None = None) -> Tensor:
         """Final norm, output projection, scale and soft cap, for these rows only."""

@@ -103,6 +103,8 @@ class Loader:
 
     Tensors whose dtype is right are used as they are mapped; the copies made here live until their layer is built, so
     that memory stays near the size of the model.
+
+    fused: after `run`, which of the linears `self_attn.qkv_proj` and `mlp.gate_up_proj` the checkpoint stores in one.
     """
 
     def __init__(self, structure: Structure, checkpoint: Checkpoint, *, dtype: torch.dtype, device: str) -> None:
@@ -115,6 +117,7 @@ class Loader:
         self._parts: dict[int, dict[str, Tensor]] = {layer: {} for layer in self._missing}
         self._ends: dict[str, Tensor] = {}
         self._unexpected: list[str] = []
+        self.fused: set[str] = set()
 
     def run(self, build_layer: Callable[[int, BlockWeights], None]) -> Ends:
         """Call `build_layer` for every layer, then return the rest. Raises ModelError if anything does not fit."""
@@ -171,9 +174,11 @@ class Loader:
         spec = self._structure.blocks[layer]
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         if below.startswith("self_attn.qkv_proj.") and tensor.shape[0] == q_size + 2 * kv_size:
+            self.fused.add("self_attn.qkv_proj")
             q, k, v = torch.split(tensor, [q_size, kv_size, kv_size])
             return [(below.replace("qkv_proj", f"{part}_proj"), t) for part, t in (("q", q), ("k", k), ("v", v))]
         if below.startswith("mlp.gate_up_proj.") and tensor.shape[0] == 2 * spec.intermediate_size:
+            self.fused.add("mlp.gate_up_proj")
             gate, up = tensor.chunk(2)
             return [(below.replace("gate_up_proj", f"{part}_proj"), t) for part, t in (("gate", gate), ("up", up))]
         if below in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):

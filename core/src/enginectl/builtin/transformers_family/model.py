@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 from enginectl.builtin.transformers_family import bridge
 from enginectl.builtin.transformers_family.head import Float32Head
 from enginectl.builtin.transformers_family.probe import Call
+from enginectl.builtin.transformers_family.sites import Sites
 from enginectl.interfaces.attention import AttentionBackend
-from enginectl.interfaces.model import ForwardInput, Kept, Model, ModelSpec
+from enginectl.interfaces.model import ForwardInput, Kept, LinearSite, Model, ModelSpec
 
 
 class TransformersModel(Model):
-    """Packed sequences through the library's own module code. `module` is the PreTrainedModel, for adapters."""
+    """Packed sequences through the library's own module code. `module` is the PreTrainedModel."""
 
     def __init__(self, module: Any, spec: ModelSpec, calls: list[Call]) -> None:
         self.module = module
@@ -28,6 +30,7 @@ class TransformersModel(Model):
             head = Float32Head(head)
             module.set_output_embeddings(head)
         self._hidden: Tensor | None = None
+        self._sites = Sites(module, head)
         head.register_forward_pre_hook(self._keep_hidden)
 
     def _keep_hidden(self, _head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -39,8 +42,13 @@ class TransformersModel(Model):
         if self.module.config._attn_implementation != bridge.NAME:
             self.module.set_attn_implementation(bridge.NAME)
 
+    def linear_sites(self) -> Sequence[LinearSite]:
+        """Every linear module but the head and what is in a mixture."""
+        return self._sites.found
+
     def forward(self, step: ForwardInput) -> Kept:
         """One packed forward. The head computes the kept rows' logits, soft cap and scaling included."""
+        self._sites.switch(step.adapter_slots is not None)
         self._step.plan = step.plan
         for site in self._repeating:
             site.turn = 0
