@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from enginectl.config import EngineConfig
 from enginectl.engine.router import OutputRouter, Ticket
 from enginectl.engine.validate import validate_request
 from enginectl.errors import ConfigError, EnginectlError, RequestError, unknown
+from enginectl.interfaces.adapter import AdapterBackend, AdapterInfo
 from enginectl.plugins import PluginHost
 from enginectl.provider import Role
 from enginectl.types import (
@@ -141,6 +143,22 @@ class Engine:
         """Rows, blocks and totals now."""
         return self.core.stats()
 
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """Every adapter that a request may name."""
+        backend: AdapterBackend | None = self._assembled.parts.get("adapter")
+        return () if backend is None else backend.list()
+
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        """Load an adapter, or load one anew in place. Raises RequestError with the reason, and nothing has changed."""
+        return msgspec.convert(
+            self._control("load_adapter", {"name": name, "path": str(path), "replace": replace}), AdapterInfo
+        )
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no new requests for an adapter; those that are open end as they would have."""
+        self._control("unload_adapter", {"name": name})
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -221,7 +239,7 @@ class Engine:
             raise RequestError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one, or one each")
         ids = [self._encode(prompt) for prompt in prompts]
         offsets = duplicate_offsets(ids, each)
-        made = []
+        made, adapters = [], tuple(info.name for info in self.adapters)
         for prompt, one, offset in zip(ids, each, offsets, strict=True):
             request = GenerateRequest(
                 request_id=f"request-{next(self._ids)}",
@@ -230,10 +248,20 @@ class Engine:
                 choice_offset=offset,
                 **fields,
             )
-            validate_request(request, self.info, max_logprobs=self.config.max_logprobs, adapters=self.info.adapters)
+            validate_request(request, self.info, max_logprobs=self.config.max_logprobs, adapters=adapters)
             self._host.hook.enginectl_request_admitted(request=request)
             made.append(request)
         return made
+
+    def _control(self, name: str, arguments: dict[str, Any]) -> Any:
+        from enginectl.engine.control import ControlDesk, NotYet
+
+        desk = ControlDesk(self._assembled)
+        while True:
+            try:
+                return desk.handle(name, arguments)
+            except NotYet as pending:
+                wait([pending.future])
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

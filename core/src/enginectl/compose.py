@@ -21,7 +21,8 @@ from enginectl.engine.grammar import GrammarHost
 from enginectl.engine.ledger import BlockPool
 from enginectl.engine.phased_attention import PhasedAttention
 from enginectl.engine.speculation import SpeculationController
-from enginectl.errors import ConfigError, ModelError, PluginError, UnsupportedError
+from enginectl.errors import ConfigError, ModelError, PluginError, RequestError, UnsupportedError
+from enginectl.interfaces.adapter import AdapterBackend
 from enginectl.interfaces.attention import AttentionBackend
 from enginectl.interfaces.executor import Executor
 from enginectl.interfaces.kv import KVLayout
@@ -114,6 +115,7 @@ class Composer:
         ctx.parts["attention"] = attention
         speculator: Speculator | None = self._build(Role.SPECULATOR, ctx.with_(load_model=self._loader(ctx)))
         ctx.parts["speculator"] = speculator
+        ctx.parts["adapter"] = self._build_adapters(ctx, model)
         self.progress("sizing the KV pool")
         own_layers = () if speculator is None else speculator.kv_layers()
         layout = size_pool(config, model.spec, self.machine, device, own_layers)
@@ -301,6 +303,20 @@ class Composer:
             self.table.append((role.value, type(each).__name__, "-", type(each).__module__, "-"))
         return part
 
+    def _build_adapters(self, ctx: BuildContext, model: Model) -> AdapterBackend | None:
+        """Before the KV pool takes what memory is left on the device. An adapter that cannot be loaded is an error."""
+        adapters: AdapterBackend | None = self._build(Role.ADAPTER, ctx)
+        if adapters is None:
+            return None
+        adapters.attach(model)
+        for name, path in self.config.lora_modules.items():
+            self.progress(f"loading adapter {name}")
+            try:
+                adapters.load(name, path)
+            except RequestError as error:
+                raise ConfigError(f"--lora-modules {name}={path}: {error}") from error
+        return adapters
+
     def _build_all(self, role: Role, ctx: BuildContext) -> dict[str, Any]:
         """Everyone who serves the role, by name; the caller's own objects come last."""
         parts: dict[str, Any] = {}
@@ -335,7 +351,9 @@ class Composer:
         """This composer's model in the device and dtype of another's, with attention of its own."""
         checkpoint = self._open()
         family = self._family(ctx, checkpoint)
-        mine = ctx.with_(checkpoint=checkpoint, model=None, parts=dict(ctx.parts))
+        # Adapters add to the first model only.
+        engine = msgspec.structs.replace(ctx.engine, enable_lora=False)
+        mine = ctx.with_(engine=engine, checkpoint=checkpoint, model=None, parts=dict(ctx.parts))
         spec = family.spec(checkpoint, mine)
         for entry in self.attention.values():
             check_capabilities({Role.ATTENTION: entry}, spec, mine)
@@ -359,11 +377,6 @@ class Composer:
         parts["scheduler"] = self._build(Role.SCHEDULER, ctx)
         parts["logits_processor"] = list(self._build_all(Role.LOGITS_PROCESSOR, ctx).values())
         parts["sampler"] = self._build(Role.SAMPLER, ctx)
-        parts["adapter"] = self._build(Role.ADAPTER, ctx)
-        if parts["adapter"] is not None:
-            parts["adapter"].attach(ctx.model)
-            for name, path in config.lora_modules.items():
-                parts["adapter"].load(name, path)
         backends = self._build_all(Role.GRAMMAR, ctx)
         grammars = GrammarHost(backends) if backends else None
         self._check_hidden(parts["speculator"], ctx.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -13,6 +14,14 @@ from enginectl.interfaces.adapter import AdapterBackend
 from enginectl.interfaces.control import HasControls
 
 Handler = Callable[[dict[str, Any]], Any]
+
+
+class NotYet(Exception):
+    """The answer needs work that goes on beside the loop: ask again when `future` is done."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        super().__init__("the answer is not known yet")
+        self.future = future
 
 
 class ControlDesk:
@@ -34,12 +43,12 @@ class ControlDesk:
                     self._handlers[name] = handler
 
     def handle(self, name: str, arguments: dict[str, Any]) -> Any:
-        """The answer. Raises RequestError for an unknown name or bad arguments."""
+        """The answer. Raises RequestError for an unknown name or bad arguments, NotYet if it has to be asked again."""
         if name not in self._handlers:
             raise NotFoundError(unknown("control message", name, self._handlers))
         try:
             return self._handlers[name](arguments)
-        except RequestError:
+        except (RequestError, NotYet):
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(f"control message {name!r}: bad arguments: {error}") from error
@@ -54,10 +63,14 @@ class ControlDesk:
         return backend
 
     def _load_adapter(self, arguments: dict[str, Any]) -> Any:
-        replace = bool(arguments.get("replace", False))
+        name, path, replace = arguments["name"], arguments["path"], bool(arguments.get("replace", False))
+        adapters = self._adapters()
+        reading = adapters.read_ahead(name, path)
+        if reading is not None and not reading.done():
+            raise NotYet(reading)
         if replace:
             self._engine.core.drain()
-        info = self._adapters().load(arguments["name"], arguments["path"], replace=replace)
+        info = adapters.load(name, path, replace=replace)
         if replace:
             self._engine.core.reset_prefix_cache(info.name)
         return msgspec.to_builtins(info)

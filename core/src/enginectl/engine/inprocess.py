@@ -57,7 +57,9 @@ class InProcessClient(RoutedClient):
                     elif isinstance(message, Abort):
                         core.abort(message.keys)
                     elif isinstance(message, Control):
-                        call(self._on_reply, answer(desk, message))
+                        reply = answer(desk, message, self._inbox.put)
+                        if reply is not None:
+                            call(self._on_reply, reply)
                 for outputs in core.step():
                     call(self._on_outputs, outputs)
         except Exception as error:

@@ -17,11 +17,13 @@ HEADER = struct.Struct("<I")
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """First message to an engine process: what to assemble. adapters: loaded at run time, to be loaded again."""
+    """First message to an engine process: what to assemble. adapters: path of each that was loaded at run time, to be
+    loaded again, and None for each that was unloaded.
+    """
 
     config: EngineConfig
     log: LogConfig
-    adapters: dict[str, str] = {}
+    adapters: dict[str, str | None] = {}
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):

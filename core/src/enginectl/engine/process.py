@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,6 +42,7 @@ from enginectl.errors import EnginectlError, RequestError
 if TYPE_CHECKING:
     from enginectl.compose import Assembled
     from enginectl.engine.control import ControlDesk
+    from enginectl.interfaces.adapter import AdapterBackend
 
 log = logging.getLogger("enginectl.engine")
 
@@ -93,11 +95,15 @@ class EngineServer:
         machine = detect_machine()
         use_threads(start.config, machine)
         engine = compose(start.config, machine=machine, progress=lambda stage: self._send(Progress(stage)))
-        adapter = engine.parts.get("adapter")
+        adapter: AdapterBackend | None = engine.parts.get("adapter")
+        if adapter is None:
+            return engine
         for name, path in start.adapters.items():
             try:
-                if adapter is not None:
-                    adapter.load(name, path)
+                if path is not None:
+                    adapter.load(name, path, replace=adapter.version(name) is not None)
+                elif adapter.version(name) is not None:
+                    adapter.unload(name)
             except Exception as error:  # its files may be gone; the engine is worth more than one adapter
                 log.error("adapter %s does not come back: %s", name, error)
         return engine
@@ -136,7 +142,9 @@ class EngineServer:
         elif isinstance(message, Abort):
             engine.core.abort(message.keys)
         elif isinstance(message, Control):
-            self._send(answer(desk, message))
+            reply = answer(desk, message, self._inbox.put)
+            if reply is not None:
+                self._send(reply)
 
     def _read(self) -> None:
         """Frames to the inbox. When the other side is gone, the process ends at once, whatever it is doing."""
@@ -162,10 +170,18 @@ class EngineServer:
             os._exit(0)
 
 
-def answer(desk: ControlDesk, message: Control) -> Reply:
-    """Handle a control message; a wrong one is answered with its error."""
+def answer(desk: ControlDesk, message: Control, again: Callable[[Control], None]) -> Reply | None:
+    """Handle a control message; a wrong one is answered with its error.
+
+    None: the answer is not known yet, and `again` will be called with the message, on another thread, when it is.
+    """
+    from enginectl.engine.control import NotYet
+
     try:
         return Reply(message.id, desk.handle(message.name, message.arguments))
+    except NotYet as pending:
+        pending.future.add_done_callback(lambda _: again(message))
+        return None
     except RequestError as error:
         return Reply(message.id, error=str(error), param=error.param)
     except Exception as error:

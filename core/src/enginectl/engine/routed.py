@@ -40,7 +40,7 @@ class RoutedClient(EngineClient):
         self._reason = "the engine is starting"
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._control_ids = itertools.count(1)
-        self._adapters: dict[str, str] = {}
+        self._adapters: dict[str, str | None] = {}
         self._is_draining = False
 
     @abstractmethod
@@ -101,7 +101,7 @@ class RoutedClient(EngineClient):
         if name == "load_adapter":
             self._adapters[arguments["name"]] = arguments["path"]
         elif name == "unload_adapter":
-            self._adapters.pop(arguments["name"], None)
+            self._adapters[arguments["name"]] = None
         return value
 
     async def drain(self, timeout_s: float) -> None:
@@ -131,8 +131,10 @@ class RoutedClient(EngineClient):
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """Adapters a request may name: those of the start, and those loaded since."""
-        return tuple(dict.fromkeys((*self.info.adapters, *self._adapters)))
+        """Adapters a request may name: those of the start and those loaded since, less those unloaded since."""
+        changed = self._adapters
+        names = dict.fromkeys((*self.info.adapters, *changed))
+        return tuple(name for name in names if name not in changed or changed[name] is not None)
 
     def _set_state(self, state: EngineState, reason: str = "") -> None:
         self._state, self._reason = state, reason

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from torch import Tensor
 
     from enginectl.interfaces.model import Model
@@ -32,6 +34,13 @@ class AdapterBackend(ABC):
     @abstractmethod
     def attach(self, model: Model) -> None:
         """Hook into the model's linears. Called: once, after loading."""
+
+    def read_ahead(self, name: str, path: str) -> Future[Any] | None:
+        """Start to read, off the loop, what `load` of the same name and path needs. None, or a future that is done: load.
+
+        Called: before `load` at run time, again when the future is done.
+        """
+        return None
 
     @abstractmethod
     def load(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
