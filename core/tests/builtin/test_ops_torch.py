@@ -152,15 +152,15 @@ def test_greedy_of_the_packed_head_is_the_fp32_argmax(head: PackedHead) -> None:
         assert head.greedy(rows[:0]).shape == (0,)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("row", ["zero", "negative"])
-def test_greedy_where_the_short_cut_does_not_apply(row: str) -> None:
-    """All logits equal: the lowest id. All negative: bits are not ordered like values."""
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_greedy_where_the_short_cut_does_not_apply(value: float) -> None:
+    """All logits equal: the lowest id. All negative: bits are not ordered like values. No numbers: some id all the same."""
     pack = packer(torch.bfloat16)
     if pack is None:
         pytest.skip("no packed bf16 linears on this machine")
     weight = random(300, 32, dtype=torch.bfloat16).abs()
     head = PackedHead(lambda rows: rows, weight, pack)
-    rows = torch.zeros(2, 32, dtype=torch.bfloat16) if row == "zero" else -torch.ones(2, 32, dtype=torch.bfloat16)
+    rows = torch.full((2, 32), value, dtype=torch.bfloat16)
     with torch.inference_mode():
         assert torch.equal(head.greedy(rows), head.logits(rows).argmax(-1))  # type: ignore[arg-type]
 

@@ -27,6 +27,9 @@ Packer = Callable[[Tensor, "Tensor | None"], Op]
 CHUNKS = 64
 """The vocabulary is searched in this many interleaved parts."""
 
+INFINITE_BITS = 0x7F80
+"""bf16 infinity as an integer; NaN is above it."""
+
 MAX_CANDIDATES = 16
 """Most tokens a row, on average, whose logits are computed again in fp32."""
 
@@ -123,7 +126,8 @@ class PackedHead(Head):
         largest = bits.amax(1)  # [n, vocabulary / CHUNKS]: of the tokens c, c + width, c + 2 * width …
         lowest = largest.amax(1, keepdim=True) - 1
         row, column = torch.nonzero(largest >= lowest, as_tuple=True)
-        if row.shape[0] > MAX_CANDIDATES * rows.shape[0] or int(lowest.min()) < 1:
+        smallest, greatest = (int(bound) for bound in lowest.aminmax())
+        if smallest < 1 or greatest >= INFINITE_BITS - 1 or row.shape[0] > MAX_CANDIDATES * rows.shape[0]:
             return fp32_logits(rows, self._weight).argmax(-1)
         which, chunk = torch.nonzero(bits[row, :, column] >= lowest[row], as_tuple=True)
         if which.shape[0] > MAX_CANDIDATES * rows.shape[0]:

@@ -147,7 +147,7 @@ def engine_tokens() -> Callable[..., Tokens]:
 
     def tokens(model: Path, family: str, asked: Tokens, *, max_tokens: int = MAX_TOKENS, **options: Any) -> Tokens:
         parts: dict[str, Any] = {"op_set": "torch"} if family == "native" else {}
-        values = {
+        values: dict[str, Any] = {
             "dtype": "float32",
             "block_size": 4,
             "max_num_batched_tokens": 24,
