@@ -15,7 +15,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def cli_page() -> str:
     group: Any = typer.main.get_command(build_app())
     serve = {param.name for param in group.commands["serve"].params}
     parts = ["## Commands\n"]
-    for name, command in group.commands.items():
+    for name, command in _commands(group):
         names = {param.name for param in command.params}
         shared = serve if "config" in names else {"help"}
         own = [param for param in command.params if param.name not in shared]
@@ -209,6 +209,15 @@ def cli_page() -> str:
     for panel, params in panels_of.items():
         parts.append(f"### {panel}\n\n{table(('flag', 'meaning'), map(_option, params))}")
     return "\n".join(parts)
+
+
+def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command with its full name, those of groups too."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
 
 
 def _arguments(command: Any) -> str:

@@ -1,14 +1,15 @@
 """The `fair` scheduler: tenants share the engine by tokens, so that one tenant's flood does not starve another.
 
 Each tenant has a counter of the service it got: its prompts' tokens when they are admitted, its output tokens, weighted,
-as they are made. Whoever has the lowest counter is served next. A tenant that comes back is lifted to the level of those
-that wait, so that nobody saves up a claim by being idle.
+as they are made. Whoever has the lowest counter is served next. A tenant that comes back is lifted to a little below the
+level of those that wait: who asks for less than its share is served at once, and nobody saves up more than that claim.
 Source: Sheng et al. 2024, "Fairness in Serving Large Language Models" (virtual token counters).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heapreplace
 
 import msgspec
@@ -32,9 +33,12 @@ class FairScheduler(QueueScheduler):
     Preempted requests resume before all others, whoever they belong to: their prompts have been paid for.
     """
 
-    def __init__(self, *, skip_ahead: int = 16, skip_ahead_s: float = 5.0, output_weight: float = 2.0) -> None:
+    def __init__(
+        self, *, skip_ahead: int = 16, skip_ahead_s: float = 5.0, output_weight: float = 2.0, burst: float = 4096.0
+    ) -> None:
         super().__init__(skip_ahead=skip_ahead, skip_ahead_s=skip_ahead_s)
         self._output_weight = output_weight
+        self._burst = burst
         self._resumed = Fifo()
         self._queues: dict[str, Fifo] = {}
         self._num_fresh = 0
@@ -57,7 +61,7 @@ class FairScheduler(QueueScheduler):
         queue = self._queues.get(tenant)
         if queue is None:
             self._settle()
-            self._service[tenant] = max(self._service.get(tenant, 0.0), self._level())
+            self._service[tenant] = max(self._service.get(tenant, 0.0), self._level() - self._burst)
             queue = self._queues[tenant] = Fifo()
             self._prune()
         queue.append(request)
@@ -113,8 +117,8 @@ class FairScheduler(QueueScheduler):
     def grant(self, running: RunningRows, budget: StepBudget, now: float) -> NDArray[np.int32]:
         """Rows that decode first, then prompts of the least served tenants. Output tokens are noted."""
         counts = first_come(running.num_pending, budget)
-        if (counts < np.minimum(running.num_pending, budget.max_chunk)).any() and len(running.tenants) > 1:
-            counts = by_rank(running, self._service_of(running), budget)
+        if (counts > budget.max_decode).any() or (counts < running.num_pending).any():
+            counts = self._share(running, budget)
         decodes = np.where(running.num_pending <= budget.max_decode, counts, 0)
         work = np.bincount(running.tenant, weights=decodes)
         if work.size > self._work.size:
@@ -122,6 +126,19 @@ class FairScheduler(QueueScheduler):
         self._work[: work.size] += work
         self._names = running.tenants
         return counts
+
+    def _share(self, running: RunningRows, budget: StepBudget) -> NDArray[np.int32]:
+        """Somebody reads: prompts go by their tenants' counters, and leave room for a less served one that waits."""
+        self._settle()
+        reads = running.num_pending > budget.max_decode
+        unread = np.bincount(running.tenant, weights=np.where(reads, running.num_pending, 0))
+        service = self._service_of(running) - unread[running.tenant]  # what is paid for, and not had yet
+        if self._num_fresh and budget.num_free_rows:
+            tenant = min(self._queues, key=self._service.__getitem__)
+            request = next(iter(self._queues[tenant]))
+            if (service[reads] > self._service[tenant]).any() and not self.was_refused(request):
+                budget = _less(budget, request.num_waiting_tokens)
+        return by_rank(running, service, budget)
 
     def victims(self, running: RunningRows, now: float) -> NDArray[np.intp]:
         """Rows of the most served tenant, newest first."""
@@ -147,7 +164,7 @@ class FairScheduler(QueueScheduler):
         for index in np.nonzero(self._work)[0].tolist():
             name = self._names[index]
             paid = self._work[index] * self._output_weight
-            self._service[name] = self._service.get(name, self._level()) + float(paid)
+            self._service[name] = self._service.get(name, self._level() - self._burst) + float(paid)
         self._work[:] = 0.0
 
     def _level(self) -> float:
@@ -157,14 +174,20 @@ class FairScheduler(QueueScheduler):
         return self._service.get(self._last, 0.0)
 
     def _prune(self) -> None:
-        """Drop counters that say nothing (at or below the level), and the lowest of the others if they are many."""
+        """Drop counters that say nothing (below what a tenant is lifted to), and the lowest of the others if they are many."""
         if len(self._service) <= self._keep:
             return
-        level = self._level()
+        level = self._level() - self._burst
         above = sorted((service, name) for name, service in self._service.items() if service > level)
         kept = {*(name for _, name in above[-_KEPT // 2 :]), *self._queues, self._last}
         self._service = {name: service for name, service in self._service.items() if name in kept}
         self._keep = len(self._service) + _KEPT
+
+
+def _less(budget: StepBudget, num_tokens: int) -> StepBudget:
+    """What is left to rows that read when so many tokens are kept for a request that waits."""
+    left = None if budget.max_prefill is None else max(0, budget.max_prefill - num_tokens)
+    return replace(budget, num_tokens=max(0, budget.num_tokens - num_tokens), max_prefill=left)
 
 
 def build(ctx: BuildContext) -> FairScheduler:

@@ -17,9 +17,11 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class FairOptions(QueueOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the policy `fair`: those of the other policies, and one more.
+    """Options of the policy `fair`: those of the other policies, and two more.
 
-    output_weight: what an output token costs, where a prompt token costs 1.
+    output_weight: what an output token costs, where a prompt token costs 1. burst: how much of that a tenant that had
+    nothing waiting may get before those that waited; unused time counts for no more.
     """
 
     output_weight: float = 2.0
+    burst: float = 4096.0

@@ -93,6 +93,10 @@ class QueueScheduler(Scheduler):
         self._passed.append(request.key)
         return True
 
+    def was_refused(self, request: Request) -> bool:
+        """Whether it waits for blocks or an adapter slot, as far as is known."""
+        return request.key in self._refusals or request.num_preemptions > 0
+
     def victims(self, running: RunningRows, now: float) -> NDArray[np.intp]:
         """The latest arrival gives way first, so that one that has resumed is not the first to give way again."""
         return worst_first(running.arrival_s)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from enginectl.cli.arguments import Arguments, split_arguments
+from enginectl.cli.bench import bench_app
 from enginectl.cli.capacity import capacity_command
 from enginectl.cli.chat import chat_command
 from enginectl.cli.config import config_command
@@ -18,11 +19,12 @@ from enginectl.cli.errors import INTERRUPTED, report
 from enginectl.cli.generate import generate_command
 from enginectl.cli.plugins import plugins_command
 from enginectl.cli.serve import serve_command
+from enginectl.cli.simulate import simulate_command
 
 if TYPE_CHECKING:
     from enginectl.plugins import PluginHost
 
-CONFIG_COMMANDS = frozenset({"serve", "generate", "chat", "config"})
+CONFIG_COMMANDS = frozenset({"serve", "generate", "chat", "config", "simulate"})
 """Commands whose `--plugin.option value` flags are plugin options."""
 
 
@@ -58,6 +60,8 @@ def build_app() -> typer.Typer:
     app.command("doctor")(doctor_command)
     app.command("config")(config_command)
     app.command("capacity")(capacity_command)
+    app.command("simulate")(simulate_command)
+    app.add_typer(bench_app(), name="bench")
     app.command("version")(version_command)
     return app
 
@@ -87,6 +91,7 @@ def version_command() -> None:
 def _run(arguments: Arguments) -> int:
     app = build_app()
     core_commands = {command.name for command in app.registered_commands}
+    core_commands |= {group.name for group in app.registered_groups}
     word = next((word for word in arguments.rest if not word.startswith("-")), None)
     if word not in core_commands:
         _add_plugin_commands(app)

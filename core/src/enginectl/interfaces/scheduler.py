@@ -43,12 +43,14 @@ class StepBudget:
 
     max_prefill: most tokens over all rows that are reading, in a step in which others decode; None for no limit.
     max_decode: rows with at most so many pending tokens decode (drafts included), the others read.
+    num_free_rows: rows that waiting requests could take in this step, with the tokens that are left.
     """
 
     num_tokens: int
     max_chunk: int
     max_prefill: int | None = None
     max_decode: int = 1
+    num_free_rows: int = 0
 
 
 class Scheduler(ABC):
