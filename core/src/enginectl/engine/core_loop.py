@@ -273,6 +273,7 @@ class EngineCore:
             if self._depth:
                 pending[t.num_tokens[rows] >= t.max_tokens[rows]] = 0  # its last token is on the way
             running = t.running(pending)
+            self._budget.num_free_rows = t.num_free_rows
             counts = self._grant(running, self._budget, now)
             ends = t.num_computed[rows] + counts
             if ahead:  # slots for what the speculator computes behind the verified tokens
@@ -480,8 +481,9 @@ class EngineCore:
         if result.errors:
             return
         if (plan.num_tokens == plan.num_drafts + 1).all():  # no prompt in it, whose tokens cost less
-            longest = int(plan.draft_limits.max())
-            speculation.observe_step(int(plan.num_tokens.sum()), now - started, result.propose_s, longest)
+            num_tokens, longest = int(plan.num_tokens.sum()), int(plan.draft_limits.max())
+            num_drafts = num_tokens - plan.rows.size
+            speculation.observe_step(num_tokens, num_drafts, now - started, result.propose_s, longest)
         if flight.has_drafts and result.rows.size:
             samples = plan.samples
             speculation.observe_proposals(result.rows, plan.draft_limits[samples], result.num_drafts)
