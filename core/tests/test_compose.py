@@ -103,8 +103,8 @@ def test_a_speculator_that_reads_hidden_states_needs_a_model_that_keeps_them(
 
     monkeypatch.setattr("enginectl.builtin.transformers_family.model.TransformersModel.keeps_hidden", False)
     with pytest.raises(UnsupportedError, match=r"HiddenSpeculator.*LlamaForCausalLM"):
-        small(tiny_llama, speculator=HiddenSpeculator(torch.zeros(1, 1)))
-    small(tiny_llama, speculator=ConstantSpeculator()).close()
+        small(tiny_llama, model_family="transformers", speculator=HiddenSpeculator(torch.zeros(1, 1)))
+    small(tiny_llama, model_family="transformers", speculator=ConstantSpeculator()).close()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -122,6 +122,8 @@ def test_an_executor_that_answers_at_once_is_deferred_when_steps_overlap(depth: 
         ({"enable_lora": True}, PluginError, "enginectl-lora-sgmv"),
         ({"speculator": "ngarm"}, PluginError, "no speculator named 'ngarm'"),
         ({"attention": "torhc"}, PluginError, "did you mean 'torch'"),
+        ({"attention": "decode=torch,prefill=torhc"}, PluginError, "no attention named 'torhc'"),
+        ({"attention": "decode=torch"}, ConfigError, "decode=NAME,prefill=NAME"),
         ({"scheduling_policy": "fcsf"}, PluginError, "did you mean 'fcfs'"),
         ({"plugins": ["fcsf"]}, PluginError, "did you mean 'fcfs'"),
         ({"roles": {"sheduler": "fcfs"}}, EnginectlError, "sheduler"),

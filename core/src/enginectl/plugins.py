@@ -283,8 +283,10 @@ class PluginHost:
 
     def check_choices(self, roles: Mapping[str, str], scheduling_policy: str | None = None) -> None:
         """Raise PluginError for a provider that was chosen by name and is not installed. Nothing is built."""
-        for role, name in roles.items():
-            self.entry(Role(role), name)
+        for role, wanted in roles.items():
+            phased = CARDINALITY[Role(role)] is Cardinality.PER_PHASE and "=" in wanted
+            for name in [part.partition("=")[2] for part in wanted.split(",")] if phased else [wanted]:
+                self.entry(Role(role), name)
         if scheduling_policy is not None and Role.SCHEDULER.value not in roles:
             self.entry(Role.SCHEDULER, scheduling_policy)
 

@@ -79,6 +79,7 @@ def adapters() -> ConstantAdapters:
 
 def engine_of(model: Path, **options: Any) -> Engine:
     options = {
+        "model_family": "transformers",
         "max_num_seqs": 16,
         "block_size": 4,
         "dtype": "float32",
