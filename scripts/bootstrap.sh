@@ -63,7 +63,7 @@ requirements() {
   if [[ $1 == test ]]; then
     echo "-r requirements-dev.txt"
   else
-    for plugin in core plugins/{spec_ngram,spec_draft,lora_sgmv,prefix_cache}; do
+    for plugin in core plugins/{attention_cpu,spec_ngram,spec_draft,lora_sgmv,prefix_cache}; do
       echo "-e ./$plugin"
     done
   fi

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from ctypes import addressof
+from ctypes import CDLL, addressof
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,9 +38,15 @@ class CpuAttention(AttentionBackend):
     """
 
     def __init__(
-        self, layers: Sequence[LayerSpec], *, block_size: int, dtype: torch.dtype, num_threads: int | None = None
+        self,
+        layers: Sequence[LayerSpec],
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        num_threads: int | None = None,
+        library: CDLL | None = None,
     ) -> None:
-        library = self._library = load_library()
+        library = self._library = library or load_library()
         self._layers = tuple(layers)
         self._block_size = block_size
         self._dtype = dtype

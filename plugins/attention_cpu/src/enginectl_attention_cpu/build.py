@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -37,18 +37,20 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(root) / "enginectl" / "cpu"
 
 
-def source_key(flags: frozenset[str]) -> str:
+def source_key(cpu: frozenset[str], flags: Sequence[str] = FLAGS) -> str:
     """Names what a library was made from and for: sources, build flags, CPU features."""
-    digest = hashlib.sha256("\0".join((*FLAGS, *sorted(flags))).encode())
+    digest = hashlib.sha256("\0".join((*flags, *sorted(cpu))).encode())
     sources = resources.files("enginectl_attention_cpu") / "csrc"
     for file in sorted(sources.iterdir(), key=lambda file: file.name):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def built_library(flags: frozenset[str], directory: Path | None = None) -> Path | None:
+def built_library(
+    cpu: frozenset[str], directory: Path | None = None, flags: Sequence[str] = FLAGS
+) -> Path | None:
     """A library built before from these sources for this CPU, by whatever compiler, or None."""
-    found = sorted((directory or cache_dir()).glob(f"{source_key(flags)}-*.so"))
+    found = sorted((directory or cache_dir()).glob(f"{source_key(cpu, flags)}-*.so"))
     return found[-1] if found else None
 
 
@@ -57,30 +59,39 @@ def find_compiler(path: str | None = None) -> str | None:
     return next((found for name in COMPILERS if (found := shutil.which(name, path=path))), None)
 
 
-def library_path(directory: Path | None = None, *, compiler: str | None = None) -> tuple[Path, float]:
+def library_path(
+    directory: Path | None = None, *, flags: Sequence[str] = FLAGS, compiler: str | None = None
+) -> tuple[Path, float]:
     """The built library, building it if need be, and the seconds that took.
 
     Raises UnsupportedError with the compiler's output.
     """
     directory = directory or cache_dir()
-    flags = cpu_flags()
+    cpu = cpu_flags()
     compiler = compiler or find_compiler()
     if compiler is None:
-        found = built_library(flags, directory)
+        found = built_library(cpu, directory, flags)
         if found is None:
             raise UnsupportedError(
-                "plugin 'cpu': no C++ compiler was found (c++, g++ or clang++); install one, or use --attention torch"
+                "plugin 'cpu': no C++ compiler was found (c++, g++ or clang++); install one, or use --attention torch "
+                "and --op-set torch"
             )
         return found, 0.0
-    library = directory / f"{source_key(flags)}-{_compiler_key(compiler)}.so"
+    library = directory / f"{source_key(cpu, flags)}-{_compiler_key(compiler)}.so"
     if library.exists():
         return library, 0.0
     started = time.monotonic()
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two engines that start at once build once
-        if not library.exists():
-            _compile(compiler, library)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two engines that start at once build once
+            if not library.exists():
+                _compile(compiler, flags, library)
+    except OSError as error:
+        raise UnsupportedError(
+            f"plugin 'cpu': cannot build the kernels in {directory}: {error}; set XDG_CACHE_HOME to a directory that "
+            "can be written, or use --attention torch and --op-set torch"
+        ) from error
     return library, time.monotonic() - started
 
 
@@ -89,14 +100,14 @@ def _compiler_key(compiler: str) -> str:
     return hashlib.sha256(compiler.encode() + version).hexdigest()[:8]
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
     """Under its name only when it is whole."""
     with (
         resources.as_file(resources.files("enginectl_attention_cpu") / "csrc") as sources,
         tempfile.TemporaryDirectory(dir=library.parent) as work,
     ):
         made = Path(work) / library.name
-        command = [compiler, *FLAGS, str(sources / "library.cpp"), "-o", str(made)]
+        command = [compiler, *flags, str(sources / "library.cpp"), "-o", str(made)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise UnsupportedError(

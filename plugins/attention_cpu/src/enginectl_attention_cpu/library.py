@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
 from enginectl.errors import OutOfMemoryError
-from enginectl_attention_cpu.build import library_path
+from enginectl_attention_cpu.build import FLAGS, library_path
 
 log = logging.getLogger("enginectl.cpu")
 
@@ -110,9 +111,12 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def load_library() -> ctypes.CDLL:
-    """Build it if need be, and open it. Raises UnsupportedError with the reason."""
-    path, seconds = library_path()
+def load_library(flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
+    """Build it if need be, and open it. Raises UnsupportedError with the reason.
+
+    flags: for the compiler, to build for less than this CPU has.
+    """
+    path, seconds = library_path(flags=flags)
     if seconds:
         log.info("built the CPU kernels in %.1f s: %s", seconds, path)
     return _open(path)

@@ -6,7 +6,7 @@ Every product is accumulated in one order whatever the number of rows and thread
 from __future__ import annotations
 
 import weakref
-from ctypes import byref
+from ctypes import CDLL, byref
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ class CpuOpSet(OpSet):
 
     batch_invariant = True
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        self.library = load_library()
+    def __init__(self, num_threads: int | None = None, *, library: CDLL | None = None) -> None:
+        self.library = library or load_library()
         self.handle = made(self.library.ectl_op_set(num_threads or torch.get_num_threads()), "the op set")
         weakref.finalize(self, self.library.ectl_op_set_free, self.handle)
 
@@ -133,7 +133,9 @@ class CpuBlock(Block):
         self._views: tuple[Tensor, Tensor, Tensor] | None = None
 
     def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm, projection, norms of q and k, RoPE."""
+        """Norm, projection, norms of q and k, RoPE. cos and sin are contiguous."""
+        if not hidden.is_contiguous():
+            hidden = hidden.contiguous()
         num_rows = hidden.shape[0]
         if num_rows != self._num_rows or self._views is None:
             self._make_room(num_rows)
@@ -159,6 +161,8 @@ class CpuBlock(Block):
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP, each added to `hidden` in place."""
+        if not (hidden.is_contiguous() and attended.is_contiguous()):
+            hidden, attended = hidden.contiguous(), attended.contiguous()
         status = self._after(
             self._ops.handle, self._handle, self._code, hidden.data_ptr(), attended.data_ptr(), hidden.shape[0]
         )

@@ -84,6 +84,7 @@ class Attention {
 
  private:
   static constexpr int per_word = Operand<T>::per_word;
+  static constexpr bool paired = per_word == 2;
 
   // Queries [first, last) of a sequence, for `heads` KV heads.
   struct Item {
@@ -281,7 +282,6 @@ class Attention {
     }
   }
 
-  static constexpr bool paired = per_word == 2;
   template <int R>
   using Kernels = RowKernels<paired, R>;
   static constexpr decltype(&Kernels<1>::packed) PACKED[ROWS_AT_ONCE + 1] = {
@@ -293,7 +293,7 @@ class Attention {
   void merge(const Sums& all, const Sums& segment, int num_rows) const {
     for (int r = 0; r < num_rows; ++r) {
       const float top = std::max(all.top[r], segment.top[r]);
-      const F a = exp2(set1(all.top[r] - top)), b = exp2(set1(segment.top[r] - top));
+      const F a = exp2<paired>(set1(all.top[r] - top)), b = exp2<paired>(set1(segment.top[r] - top));
       all.top[r] = top;
       float* total = all.total + r * LANES;
       store(total, fma(load(segment.total + r * LANES), b, mul(load(total), a)));
@@ -312,8 +312,8 @@ class Attention {
       F total = set1(reduce_add(load(sums.total + row * LANES)));
       if (sinks_ != nullptr) {  // a logit that takes weight and has no value
         const float sink = sinks_[head] * LOG2E, top = std::max(sums.top[row], sink);
-        factor = exp2(set1(sums.top[row] - top));
-        total = fma(total, factor, exp2(set1(sink - top)));
+        factor = exp2<paired>(set1(sums.top[row] - top));
+        total = fma(total, factor, exp2<paired>(set1(sink - top)));
       }
       const F scale = div(factor, total);
       const size_t token = step_.query_start[it.row] + it.first + row % it.num_rows / per_kv_;

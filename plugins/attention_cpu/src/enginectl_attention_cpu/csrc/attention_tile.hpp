@@ -4,8 +4,6 @@
 // come straight from their pages (few rows) or from a transposed copy (many rows): both give the same bits.
 #pragma once
 
-#include <limits>
-
 #include "gemm.hpp"
 
 namespace ectl {
@@ -16,6 +14,7 @@ constexpr int ROWS_AT_ONCE = 6;  // query rows in registers: times four vectors 
 constexpr int DIRECT_ROWS = 4;   // at most this many are attended straight from the pages
 constexpr int COLUMNS = 2 * LANES;  // outputs are padded to pairs of vectors
 constexpr float NOTHING = -1e30f;   // the largest score of a row that has seen no key
+constexpr float HIDDEN = -2e30f;    // the score of a key that a row does not see: its weight is 0 even beside NOTHING
 
 struct Layer {
   int32_t num_heads, num_kv_heads, head_dim, v_head_dim, block_size, group;
@@ -210,16 +209,18 @@ struct RowKernels {
   };
 
   static void scale(const Layer& layer, Scores& score, const Range* seen) {
+    const F factor = set1(layer.soft_cap > 0 ? layer.scale : layer.scale * LOG2E);
+#pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
-      for (int j = 0; j < KEY_VECTORS; ++j) {
-        F s = mul(score[r][j], set1(layer.scale));
-        if (layer.soft_cap > 0) s = capped(s, layer.soft_cap);
-        s = mul(s, set1(LOG2E));
-        if (seen != nullptr)
-          s = keep_range(s, seen[r].first - j * LANES, seen[r].last - j * LANES,
-                         set1(-std::numeric_limits<float>::infinity()));
-        score[r][j] = s;
-      }
+#pragma GCC unroll 4
+      for (int j = 0; j < KEY_VECTORS; ++j) score[r][j] = mul(score[r][j], factor);
+    if (layer.soft_cap > 0)
+      for (int r = 0; r < R; ++r)
+        for (int j = 0; j < KEY_VECTORS; ++j) score[r][j] = mul(capped(score[r][j], layer.soft_cap), set1(LOG2E));
+    if (seen != nullptr)
+      for (int r = 0; r < R; ++r)
+        for (int j = 0; j < KEY_VECTORS; ++j)
+          score[r][j] = keep_range(score[r][j], seen[r].first - j * LANES, seen[r].last - j * LANES, set1(HIDDEN));
   }
 
   static void softmax(const Scores& score, const Sums& sums, Probabilities& p) {
@@ -229,17 +230,33 @@ struct RowKernels {
       top[r] = reduce_max(max(max(max(score[r][0], score[r][1]), max(score[r][2], score[r][3])), set1(sums.top[r])));
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-      const F factor = exp2(set1(sums.top[r] - top[r])), base = set1(top[r]);
+      const F factor = exp2<paired>(set1(sums.top[r] - top[r])), base = set1(top[r]);
       F total = mul(load(sums.total + r * LANES), factor);
+      F weight[KEY_VECTORS];
 #pragma GCC unroll 4
-      for (int j = 0; j < KEY_VECTORS; ++j) {
-        const F w = rounded<W>(exp2(sub(score[r][j], base)));
-        total = add(total, w);
-        store(&p.weight[r][j * LANES], w);
-      }
+      for (int j = 0; j < KEY_VECTORS; ++j) weight[j] = exp2<paired>(sub(score[r][j], base));
+      keep(weight, p.weight[r], total);
       store(sums.total + r * LANES, total);
       sums.top[r] = top[r];
       p.shrink[r] = first_lane(factor);
+    }
+  }
+
+  // Weights as they will be multiplied, and their sum.
+  static void keep(const F (&weight)[KEY_VECTORS], float* to, F& total) {
+#pragma GCC unroll 4
+    for (int j = 0; j < KEY_VECTORS; ++j) {
+      store(to + j * LANES, weight[j]);
+      total = add(total, weight[j]);
+    }
+  }
+  static void keep(const F (&weight)[KEY_VECTORS], bf16* to, F& total) {
+    const Pairs ones = set1_pair(0x3f803f80);
+#pragma GCC unroll 2
+    for (int j = 0; j < KEY_VECTORS; j += 2) {
+      const Pairs both = narrow(weight[j], weight[j + 1]);
+      store_pairs(reinterpret_cast<uint32_t*>(to + j * LANES), both);
+      total = dot(total, both, ones);
     }
   }
 

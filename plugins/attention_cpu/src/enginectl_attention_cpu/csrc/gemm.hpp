@@ -169,6 +169,7 @@ struct Grid {
 template <bool paired, class Epilogue>
 void multiply(Team& team, const uint32_t* a, size_t row_words, int num_rows, const Packed& w, int unit,
               Epilogue&& epilogue) {
+  if (num_rows == 0) return;
   const Grid grid(num_rows, w, team.num_threads, unit);
   const size_t group_words = w.group_words(), group_bytes = group_words * sizeof(uint32_t);
   team.run(grid.num_chunks(), [&](int thread, int chunk) {

@@ -105,6 +105,14 @@ inline Pairs interleave(const bf16* a, const bf16* b, int n) {
   const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(n), b));
   return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
 }
+// Two vectors, rounded, next to each other; and as pairs.
+inline Pairs narrow(F a, F b) {
+#if defined(ECTL_BF16_DOT)
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a));
+#else
+  return _mm512_inserti64x4(_mm512_castsi256_si512(to_bf16(a)), to_bf16(b), 1);
+#endif
+}
 inline F dot(F acc, Pairs a, Pairs b) {
 #if defined(ECTL_BF16_DOT)
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
@@ -243,6 +251,8 @@ inline Pairs interleave(const bf16* a, const bf16* b, int n) {
   for (int i = 0; i < (n < LANES ? n : LANES); ++i) x[i] = a[i].bits | static_cast<uint32_t>(b[i].bits) << 16;
   return load_pairs(x);
 }
+inline __m256i join(__m128i lo, __m128i hi) { return _mm256_inserti128_si256(_mm256_castsi128_si256(lo), hi, 1); }
+inline Pairs narrow(F a, F b) { return {join(to_bf16(a.lo), to_bf16(a.hi)), join(to_bf16(b.lo), to_bf16(b.hi))}; }
 inline __m256 dot(__m256 acc, __m256i a, __m256i b) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)),
@@ -284,14 +294,13 @@ inline F rounded<f16>(F a) {
 }
 #endif
 
-// 2^x for x <= 0 and moderate x > 0, within two units in the last place. -inf gives 0.
+// 2^x for x up to 127, within two units of fp32's last place, or one sixtieth of bf16's; 0 for any x below -200.
+template <bool coarse>
 inline F exp2(F x) {
-  x = max(x, set1(-200.0f));
   const F whole = round_even(x);
   const F r = sub(x, whole);  // [-0.5, 0.5]
-  F p = set1(1.5403530e-4f);
-  p = fma(p, r, set1(1.3333558e-3f));
-  p = fma(p, r, set1(9.6181291e-3f));
+  F p = set1(9.6181291e-3f);
+  if (!coarse) p = fma(fma(set1(1.5403530e-4f), r, set1(1.3333558e-3f)), r, p);
   p = fma(p, r, set1(5.5504109e-2f));
   p = fma(p, r, set1(2.4022651e-1f));
   p = fma(p, r, set1(6.9314718e-1f));
