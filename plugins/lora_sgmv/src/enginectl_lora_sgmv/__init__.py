@@ -1,1 +1,1 @@
-"""Multi-LoRA kernels for enginectl. This version registers nothing."""
+"""Multi-LoRA for enginectl: adapters of any rank, mixed in one batch."""
