@@ -26,6 +26,8 @@ _ASSUMED_SLOPE = 0.1
 
 _RECENT = 9
 _DECAY, _SHARED_DECAY, _PROBE_DECAY = 0.9, 0.98, 0.8
+_IDLE_DECAY = 0.97
+"""Of a position that was not tried while others of its row were: an unlucky start is forgotten."""
 _PRIOR_WEIGHT = 2.0
 _PRIOR_HITS, _PRIOR_TRIALS = 1.2, 2.0
 _CAUTION = 0.9
@@ -35,7 +37,7 @@ _FIRST_RECHECK, _LAST_RECHECK = 8, 64
 _FIRST_PROBE, _LAST_PROBE = 16, 64
 _PROBE_LENGTH = 2
 _WIDE_PROBES = 4
-_REFRESH = 256
+_FIRST_REFRESH, _REFRESH = 32, 256
 _SPREAD = 1.4
 """How far apart measured sizes must be to tell what a token costs."""
 
@@ -52,12 +54,16 @@ class StepCosts:
         self._sizes: list[deque[int]] = [deque(maxlen=_RECENT) for _ in range(num_buckets)]
         self._seen_at = [-1] * num_buckets
         self._passes: deque[float] = deque(maxlen=_RECENT)
+        self._overheads: deque[float] = deque(maxlen=_RECENT)
         self._num_observed = 0
         self._points: tuple[Floats, Floats] | None = None
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step of decodes and their drafts took so long, drafting apart."""
+        """A step of decodes and their drafts took so long, drafting and its overhead apart."""
         bucket = self._bucket[min(num_tokens, len(self._bucket) - 1)]
+        if self._seen_at[bucket] < 0:
+            self._times[bucket].clear()  # a stand-in
+            self._sizes[bucket].clear()
         self._times[bucket].append(seconds)
         self._sizes[bucket].append(num_tokens)
         self._num_observed += 1
@@ -68,10 +74,25 @@ class StepCosts:
         """Proposing up to `length` tokens took so long."""
         self._passes.append(seconds / length)
 
+    def observe_overhead(self, num_tokens: int, seconds: float) -> None:
+        """A step that had no drafts, but waited for them or was waited for, took so long, drafting apart."""
+        bucket = self._bucket[min(num_tokens, len(self._bucket) - 1)]
+        if self._seen_at[bucket] < 0:  # stands in for a plain step of this size until there is one
+            self._times[bucket].append(seconds)
+            self._sizes[bucket].append(num_tokens)
+            self._points = None
+            return
+        self._overheads.append(seconds - float(self.estimate(np.array([float(num_tokens)]))[0]))
+
     @property
     def seconds_per_pass(self) -> float:
         """What one more token of the longest draft costs the speculator."""
-        return sorted(self._passes)[len(self._passes) // 2] if self._passes else 0.0
+        return _median(self._passes)
+
+    @property
+    def overhead(self) -> float:
+        """What asking for drafts costs beside drafting: host work that no step runs beside, for one."""
+        return max(_median(self._overheads), 0.0)
 
     def is_stale(self, num_tokens: int) -> bool:
         """Whether a step of this size has not been measured for long."""
@@ -98,9 +119,13 @@ class StepCosts:
         if self._points is None:
             some = [i for i, times in enumerate(self._times) if times]
             sizes = np.array([sum(self._sizes[i]) / len(self._sizes[i]) for i in some])
-            times = np.array([sorted(self._times[i])[len(self._times[i]) // 2] for i in some])
+            times = np.array([_median(self._times[i]) for i in some])
             self._points = sizes, np.maximum.accumulate(times) if times.size else times
         return self._points
+
+
+def _median(values: deque[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
 
 
 class Acceptance:
@@ -112,8 +137,8 @@ class Acceptance:
     def __init__(self, max_num_seqs: int, max_drafts: int) -> None:
         self._hits = np.zeros((max_num_seqs, max_drafts))
         self._trials = np.zeros((max_num_seqs, max_drafts))
-        self._shared_hits = np.full(max_drafts, _PRIOR_HITS)
-        self._shared_trials = np.full(max_drafts, _PRIOR_TRIALS)
+        self._shared_hits = np.zeros(max_drafts)
+        self._shared_trials = np.zeros(max_drafts)
         self._supply = np.ones(max_num_seqs)
         self._position = np.arange(max_drafts)
 
@@ -131,8 +156,9 @@ class Acceptance:
         """These rows had so many drafts verified, of which so many were accepted."""
         right = self._position < accepted[:, None]
         tried = self._position < np.minimum(accepted + 1, drafted)[:, None]
-        self._trials[rows] = np.where(tried, self._trials[rows] * _DECAY + 1.0, self._trials[rows])
-        self._hits[rows] = np.where(tried, self._hits[rows] * _DECAY + right, self._hits[rows])
+        decay = np.where(tried, _DECAY, _IDLE_DECAY)
+        self._trials[rows] = self._trials[rows] * decay + tried
+        self._hits[rows] = self._hits[rows] * decay + right
         self._shared_trials = self._shared_trials * _SHARED_DECAY + tried.sum(0)
         self._shared_hits = self._shared_hits * _SHARED_DECAY + right.sum(0)
 
@@ -151,7 +177,7 @@ class Acceptance:
         A position that a row has no record of is taken to be half like the row's others, half like other rows'.
         """
         hits, trials = self._hits[rows], self._trials[rows]
-        shared = self._shared_hits / self._shared_trials
+        shared = (self._shared_hits + _PRIOR_HITS) / (self._shared_trials + _PRIOR_TRIALS)
         own = (hits.sum(1) + _PRIOR_WEIGHT * shared[0]) / (trials.sum(1) + _PRIOR_WEIGHT)
         prior = (shared + own[:, None]) / 2
         each = (hits + _PRIOR_WEIGHT * prior) / (trials + _PRIOR_WEIGHT)
@@ -180,7 +206,7 @@ class SpeculationController:
         self._probe_interval = _FIRST_PROBE
         self._probe_from = 0
         self._num_probes = 0
-        self._refresh_at = _REFRESH
+        self._refresh_at = _FIRST_REFRESH
         self.mean_length = 0.0
         """Chosen drafts a row, averaged over recent steps."""
 
@@ -262,7 +288,7 @@ class SpeculationController:
         tokens = num_rows + np.cumsum(likely * supplied) * (_CAUTION if self._is_off else 1.0)
         seconds = self.costs.estimate(base + np.cumsum(supplied))
         passes = np.maximum.accumulate(order % width) + 1
-        seconds += passes * self.costs.seconds_per_pass
+        seconds += passes * self.costs.seconds_per_pass + self.costs.overhead
         rate = tokens / seconds
         best = int(rate.argmax())
         plain = num_rows / float(self.costs.estimate(np.array([float(base)]))[0])
@@ -299,11 +325,16 @@ class SpeculationController:
 
     # -- learning ------------------------------------------------------------------------------------------------
 
-    def observe_step(self, num_tokens: int, seconds: float, drafting_s: float, longest: int) -> None:
-        """A step of decodes with num_tokens, drafts included, took `seconds` in all, drafting_s of them to propose up
-        to `longest` drafts for the next one.
+    def observe_step(self, num_tokens: int, num_drafts: int, seconds: float, drafting_s: float, longest: int) -> None:
+        """A step of decodes with num_tokens, num_drafts of them drafts, took `seconds` in all, drafting_s of them to
+        propose up to `longest` drafts for the next one.
         """
-        self.costs.observe(num_tokens, seconds - drafting_s)
+        if num_drafts:
+            self.costs.observe(num_tokens, seconds - drafting_s - self.costs.overhead)
+        elif longest:
+            self.costs.observe_overhead(num_tokens, seconds - drafting_s)
+        else:
+            self.costs.observe(num_tokens, seconds)
         if longest:
             self.costs.observe_drafting(longest, drafting_s)
 
