@@ -25,7 +25,7 @@ ENGINE_FLAGS: dict[str, dict[str, str]] = {
         "enable_prefix_caching": "Reuse the KV blocks of equal prefixes. Default: on when a plugin provides it.",
         "prefix_caching_hash_algo": "sha256, sha256_cbor, xxhash, xxhash_cbor.",
         "max_num_queued_requests": "A fuller queue is answered with 503.",
-        "max_num_queued_tokens": "The same, in tokens.",
+        "max_num_queued_tokens": "More prompt tokens than this waiting are answered with 503. Default: no limit.",
         "max_logprobs": "Most alternatives a request may ask for.",
     },
     "Plugins": {

@@ -167,9 +167,11 @@ class RoutedClient(EngineClient):
             )
         limit = self.config.max_num_queued_tokens
         if limit is not None:
-            queued = sum(len(t.request.prompt_token_ids) for t in router.tickets.values())
-            if queued + len(request.prompt_token_ids) > limit and queued:
-                raise OverloadedError(f"{queued} prompt tokens are open, at most {limit} may be; try again later")
+            queued, more = router.num_queued_tokens, len(request.prompt_token_ids) * request.params.n
+            if queued and queued + more > limit:
+                raise OverloadedError(
+                    f"{queued} prompt tokens wait and this request has {more}, at most {limit} may wait; try again later"
+                )
         return router
 
     def _close(self, ticket: Ticket) -> None:

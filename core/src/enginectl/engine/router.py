@@ -151,6 +151,11 @@ class OutputRouter:
         """Choices that have not ended."""
         return len(self._choices)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of choices that have had no token yet: they wait, or are being read. O(choices)."""
+        return sum(len(c.ticket.request.prompt_token_ids) for c in self._choices.values() if c.first_s == 0.0)
+
     def open(self, request: GenerateRequest, wake: Callable[[], None]) -> tuple[Ticket, list[EngineRequest]]:
         """Register a checked request; send the returned choices to the engine."""
         params = request.params

@@ -39,10 +39,10 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _correct_sum(lengths: NDArray[np.int64], total: int) -> None:
-    """Take what rounding added or lost from the longest."""
-    order = np.argsort(-lengths)
-    for place in range(abs(total - int(lengths.sum()))):
-        lengths[order[place % lengths.size]] += np.sign(total - int(lengths.sum()))
+    """Take what rounding added, or give what it lost, from and to whichever is the longest. None becomes 0."""
+    excess = int(lengths.sum()) - max(total, lengths.size)
+    for _ in range(abs(excess)):
+        lengths[lengths.argmax()] -= np.sign(excess)
 
 
 def parse_lengths(text: str, flag: str) -> Lengths:

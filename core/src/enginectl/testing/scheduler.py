@@ -36,6 +36,7 @@ def running(num_pending: list[int]) -> RunningRows:
         priority=np.zeros(n, np.int32),
         arrival_s=np.arange(n, dtype=np.float64),
         tenant=np.zeros(n, np.int32),
+        tenants=("",),
     )
 
 
