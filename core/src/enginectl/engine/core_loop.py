@@ -32,6 +32,7 @@ log = logging.getLogger("enginectl.engine")
 IntRows = NDArray[np.int32]
 _Ended = tuple[IntRows, IntRows, NDArray[np.bool_]]
 _NO_ROWS = np.zeros(0, np.int32)
+_REPORT_INTERVAL_S = 60.0
 _NEVER = np.iinfo(np.int32).max
 """Blocks that a row seems to have published, so that it publishes no others."""
 
@@ -121,6 +122,8 @@ class EngineCore:
         self._num_lookahead = num_lookahead
         self._speculation = speculation
         self._retired_s = 0.0
+        self._report_at_s = 0.0
+        self._reported = (0, 0)
         self._depth = overlap_depth
         self._clock = clock
         self._requests: dict[int, Request] = {}
@@ -478,6 +481,8 @@ class EngineCore:
         now, plan = self._clock(), flight.plan
         started = max(flight.launched_s, self._retired_s)
         self._retired_s = now
+        if now >= self._report_at_s:
+            self._report(speculation, now)
         if result.errors:
             return
         if (plan.num_tokens == plan.num_drafts + 1).all():  # no prompt in it, whose tokens cost less
@@ -488,6 +493,21 @@ class EngineCore:
             samples = plan.samples
             speculation.observe_proposals(result.rows, plan.draft_limits[samples], result.num_drafts)
             speculation.observe_verified(result.rows, plan.num_drafts[samples], result.num_new - 1)
+
+    def _report(self, speculation: SpeculationController, now: float) -> None:
+        """One line a minute in the log, when there were drafts."""
+        drafted, accepted = self.counters.drafted, self.counters.accepted
+        drafted_before, accepted_before = self._reported
+        self._reported, self._report_at_s = (drafted, accepted), now + _REPORT_INTERVAL_S
+        if drafted > drafted_before:
+            share = (accepted - accepted_before) / (drafted - drafted_before)
+            log.info(
+                "speculation: %d of %d drafts accepted (%.0f %%); %.1f drafts a row now",
+                accepted - accepted_before,
+                drafted - drafted_before,
+                100 * share,
+                speculation.mean_length,
+            )
 
     def _recover(self, flight: Flight, error: Exception) -> StepResult:
         """A step raised: undo later flights (they did not run), then run its rows in halves to find the culprit.
