@@ -5,6 +5,7 @@ from __future__ import annotations
 from ctypes import CDLL
 
 import pytest
+
 from enginectl_attention_cpu.build import FLAGS
 from enginectl_attention_cpu.library import load_library
 

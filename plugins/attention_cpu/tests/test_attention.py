@@ -7,13 +7,13 @@ from ctypes import CDLL
 
 import pytest
 import torch
-from enginectl_attention_cpu.attention import CpuAttention
 from torch import Tensor
 
 from enginectl.interfaces.model import LayerSpec
 from enginectl.testing.attention import layer_spec, reference_attention
 from enginectl.testing.paging import Pages
 from enginectl.testing.tolerances import TOLERANCES
+from enginectl_attention_cpu.attention import CpuAttention
 
 LENGTH = 1300
 """More than two segments of 512 keys."""

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from enginectl_attention_cpu import build, hooks
 
 from enginectl.context import Gpu, Machine
 from enginectl.errors import UnsupportedError
 from enginectl.machine import cpu_flags
+from enginectl_attention_cpu import build, hooks
 
 
 def machine(**changes: object) -> Machine:
@@ -51,7 +51,7 @@ def test_a_library_built_before_serves_without_a_compiler(tmp_path: Path, monkey
 
 def test_a_failing_compiler_is_quoted_and_nothing_stays(tmp_path: Path) -> None:
     compiler = script(tmp_path / "c++", 'case "$1" in --version) echo 1;; *) echo "no such flag" >&2; exit 3;; esac')
-    with pytest.raises(UnsupportedError, match="(?s)status 3.*no such flag"):
+    with pytest.raises(UnsupportedError, match=r"(?s)status 3.*no such flag"):
         build.library_path(tmp_path / "cache", compiler=compiler)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 

@@ -7,13 +7,13 @@ from ctypes import CDLL
 
 import pytest
 import torch
-from enginectl_attention_cpu import hooks
-from enginectl_attention_cpu.attention import CpuAttention
-from enginectl_attention_cpu.library import load_library
 
 from enginectl.context import BuildContext
 from enginectl.provider import Provider
 from enginectl.testing.attention import AttentionConformance
+from enginectl_attention_cpu import hooks
+from enginectl_attention_cpu.attention import CpuAttention
+from enginectl_attention_cpu.library import load_library
 
 
 class TestCpuAttention(AttentionConformance):

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from enginectl_attention_cpu.ops import CpuBlock, CpuOpSet
 from torch import Tensor
 
 from enginectl.builtin.native.block import PlainBlock
 from enginectl.interfaces.ops import BlockSpec, BlockWeights
 from enginectl.testing.tolerances import TOLERANCES
+from enginectl_attention_cpu.ops import CpuBlock, CpuOpSet
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SPEC = BlockSpec(

@@ -46,9 +46,7 @@ def source_key(cpu: frozenset[str], flags: Sequence[str] = FLAGS) -> str:
     return digest.hexdigest()[:16]
 
 
-def built_library(
-    cpu: frozenset[str], directory: Path | None = None, flags: Sequence[str] = FLAGS
-) -> Path | None:
+def built_library(cpu: frozenset[str], directory: Path | None = None, flags: Sequence[str] = FLAGS) -> Path | None:
     """A library built before from these sources for this CPU, by whatever compiler, or None."""
     found = sorted((directory or cache_dir()).glob(f"{source_key(cpu, flags)}-*.so"))
     return found[-1] if found else None

@@ -115,7 +115,7 @@ class CpuBlock(Block):
             eps=spec.eps,
             residual_scale=spec.residual_scale,
         )
-        names = [name for name, _ in Weights._fields_]
+        names = [field[0] for field in Weights._fields_]
         tensors = {name: getattr(weights, name) for name in names}
         held = {name: None if t is None else t.to(dtype).contiguous() for name, t in tensors.items()}
         addresses = Weights(**{name: _address(tensor) for name, tensor in held.items()})
@@ -190,9 +190,7 @@ class CpuHead(Head):
         hidden = hidden.contiguous()
         out = torch.empty((hidden.shape[0], self._vocab_size), dtype=torch.float32)
         run = self._ops.library.ectl_head_logits
-        check(
-            run(self._ops.handle, self._handle, self._code, hidden.data_ptr(), hidden.shape[0], out.data_ptr())
-        )
+        check(run(self._ops.handle, self._handle, self._code, hidden.data_ptr(), hidden.shape[0], out.data_ptr()))
         return out
 
     def greedy(self, hidden: Tensor) -> Tensor:
@@ -200,9 +198,7 @@ class CpuHead(Head):
         hidden = hidden.contiguous()
         ids = torch.empty(hidden.shape[0], dtype=torch.int64)
         run = self._ops.library.ectl_head_greedy
-        check(
-            run(self._ops.handle, self._handle, self._code, hidden.data_ptr(), hidden.shape[0], ids.data_ptr())
-        )
+        check(run(self._ops.handle, self._handle, self._code, hidden.data_ptr(), hidden.shape[0], ids.data_ptr()))
         return ids
 
 

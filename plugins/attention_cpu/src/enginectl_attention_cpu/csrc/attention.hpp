@@ -1,10 +1,10 @@
 // Attention in place over pages.
 //
-// The rows of a tile are the queries of one sequence times the query heads of one KV head, so each key and value that is
-// read serves all of them. Tiles of 64 keys begin at absolute positions that are multiples of 64, and the softmax runs
-// along within segments of 512 keys, again at absolute positions, which are merged in order. Keys that a row does not see
-// leave its sums untouched to the bit. So a row's result depends on its own position and keys only: not on the batch, on
-// how its prompt was cut into chunks, on the threads, or on whether segments ran side by side.
+// The rows of a tile are the queries of one sequence times the query heads of one KV head, so each key and value that
+// is read serves all of them. Tiles of 64 keys begin at absolute positions that are multiples of 64, and the softmax
+// runs along within segments of 512 keys, again at absolute positions, which are merged in order. Keys that a row does
+// not see leave its sums untouched to the bit. So a row's result depends on its own position and keys only: not on the
+// batch, on how its prompt was cut into chunks, on the threads, or on whether segments ran side by side.
 #pragma once
 
 #include "attention_tile.hpp"
@@ -164,7 +164,8 @@ class Attention {
   }
 
   Room room(int thread, int num_rows) {
-    const size_t q = (static_cast<size_t>(num_rows) * q_words_ + 15) / 16 * 16, keys = static_cast<size_t>(q_words_) * KEYS;
+    const size_t q = (static_cast<size_t>(num_rows) * q_words_ + 15) / 16 * 16,
+                 keys = static_cast<size_t>(q_words_) * KEYS;
     const size_t values = KEYS / per_word * columns_, sums = sums_floats(num_rows);
     uint32_t* p = team_.scratch[thread].take<uint32_t>(q + keys + values + 2 * sums);
     float* s = reinterpret_cast<float*>(p + q + keys + values);
@@ -247,8 +248,8 @@ class Attention {
     }
   }
 
-  void attend_tile(const Item& it, const Room& room, const uint32_t* q, int tile, const Source<T>& source, const Sums& sums,
-                   Ahead<T>& ahead) const {
+  void attend_tile(const Item& it, const Room& room, const uint32_t* q, int tile, const Source<T>& source,
+                   const Sums& sums, Ahead<T>& ahead) const {
     const bool direct = has_direct && it.num_rows <= DIRECT_ROWS;
     if (!direct) {
       for (int i = 0; i < KEYS; i += LANES) {
@@ -284,9 +285,13 @@ class Attention {
 
   template <int R>
   using Kernels = RowKernels<paired, R>;
-  static constexpr decltype(&Kernels<1>::packed) PACKED[ROWS_AT_ONCE + 1] = {
-      nullptr,            Kernels<1>::packed, Kernels<2>::packed, Kernels<3>::packed,
-      Kernels<4>::packed, Kernels<5>::packed, Kernels<6>::packed};
+  static constexpr decltype(&Kernels<1>::packed) PACKED[ROWS_AT_ONCE + 1] = {nullptr,
+                                                                             Kernels<1>::packed,
+                                                                             Kernels<2>::packed,
+                                                                             Kernels<3>::packed,
+                                                                             Kernels<4>::packed,
+                                                                             Kernels<5>::packed,
+                                                                             Kernels<6>::packed};
   static constexpr bool has_direct = PAGES_DIRECT && paired;
 
   // all, then segment: what rows have seen of both.
@@ -360,7 +365,8 @@ class Attention {
       const Item it = item(work, i);
       const int num_rows = it.num_rows * it.heads;
       const Sums all = sums_at(sums + size * i * most_segments_, num_rows);
-      for (int s = 1; s < num_segments(it); ++s) merge(all, sums_at(sums + size * (i * most_segments_ + s), num_rows), num_rows);
+      for (int s = 1; s < num_segments(it); ++s)
+        merge(all, sums_at(sums + size * (i * most_segments_ + s), num_rows), num_rows);
       finish(it, all);
     }
   }

@@ -1,7 +1,7 @@
 // Query rows against a tile of 64 keys: scores, softmax, weighted values.
 //
-// A score is summed over words of the head in order, an output over keys in order, each by one accumulator, whether keys
-// come straight from their pages (few rows) or from a transposed copy (many rows): both give the same bits.
+// A score is summed over words of the head in order, an output over keys in order, each by one accumulator, whether
+// keys come straight from their pages (few rows) or from a transposed copy (many rows): both give the same bits.
 #pragma once
 
 #include "gemm.hpp"
@@ -10,8 +10,8 @@ namespace ectl {
 
 constexpr int KEYS = 64;
 constexpr int KEY_VECTORS = KEYS / LANES;
-constexpr int ROWS_AT_ONCE = 6;  // query rows in registers: times four vectors of keys or columns
-constexpr int DIRECT_ROWS = 4;   // at most this many are attended straight from the pages
+constexpr int ROWS_AT_ONCE = 6;     // query rows in registers: times four vectors of keys or columns
+constexpr int DIRECT_ROWS = 4;      // at most this many are attended straight from the pages
 constexpr int COLUMNS = 2 * LANES;  // outputs are padded to pairs of vectors
 constexpr float NOTHING = -1e30f;   // the largest score of a row that has seen no key
 constexpr float HIDDEN = -2e30f;    // the score of a key that a row does not see: its weight is 0 even beside NOTHING
@@ -49,9 +49,7 @@ class Ahead {
   Ahead() = default;
   // These bytes of keys and values [first, last) of a tile.
   Ahead(const Source<T>& source, size_t key_bytes, size_t value_bytes, int first, int last)
-      : rows_{source.keys + first, source.values + first},
-        bytes_{key_bytes, value_bytes},
-        num_rows_(last - first) {
+      : rows_{source.keys + first, source.values + first}, bytes_{key_bytes, value_bytes}, num_rows_(last - first) {
     const int lines = num_rows_ * static_cast<int>((key_bytes + 63) / 64 + (value_bytes + 63) / 64);
     left_ = lines;
     part_ = (lines + PARTS - 1) / PARTS;
@@ -136,20 +134,22 @@ void pack_keys(const T* const* keys, int head_dim, uint32_t* out) {
   for (int word = 0; word < words; word += LANES) {
     __m512i t[LANES];
     key_words(keys, head_dim, word, t);
-    for (int i = 0; i < LANES && word + i < words; ++i) _mm512_storeu_si512(out + static_cast<size_t>(word + i) * KEYS, t[i]);
+    for (int i = 0; i < LANES && word + i < words; ++i)
+      _mm512_storeu_si512(out + static_cast<size_t>(word + i) * KEYS, t[i]);
   }
 #else
   for (int word = 0; word < words; ++word)
     for (int i = 0; i < LANES; ++i) {
       operand<T> x[per_word] = {};
-      for (int j = 0; j < per_word && word * per_word + j < head_dim; ++j) x[j] = convert<T>(keys[i][word * per_word + j]);
+      for (int j = 0; j < per_word && word * per_word + j < head_dim; ++j)
+        x[j] = convert<T>(keys[i][word * per_word + j]);
       std::memcpy(out + static_cast<size_t>(word) * KEYS + i, x, sizeof(uint32_t));
     }
 #endif
 }
 
-// COLUMNS values of one key or, in bf16, of two keys side by side, as two vectors. bf16 columns come in an order of their
-// own, and `join_columns` puts sums over them right again. n: columns there are.
+// COLUMNS values of one key or, in bf16, of two keys side by side, as two vectors. bf16 columns come in an order of
+// their own, and `join_columns` puts sums over them right again. n: columns there are.
 inline void value_words(const bf16* const* values, int column, int n, Pairs& first, Pairs& second) {
 #if defined(ECTL_AVX512)
   const __m512i a = load_words(values[0] + column, n), b = load_words(values[1] + column, n);
@@ -262,7 +262,8 @@ struct RowKernels {
 
   // Outputs [at, at + NV * LANES): words(i, w) gives word i of their values.
   template <int NV, class Words>
-  static void values_at(size_t at, size_t columns, const Sums& sums, const Probabilities& p, int num_words, Words&& words) {
+  static void values_at(size_t at, size_t columns, const Sums& sums, const Probabilities& p, int num_words,
+                        Words&& words) {
     F acc[R][NV];
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
@@ -321,8 +322,9 @@ struct RowKernels {
 
 #if defined(ECTL_AVX512)
   // bf16 straight from the pages. used: keys of the tile that any row sees end here.
-  [[gnu::noinline]] static void direct(const Layer& layer, const uint32_t* q, int q_words, const Source<bf16>& source, int used,
-                                       size_t columns, const Range* seen, const Sums& sums, Ahead<bf16>& ahead) {
+  [[gnu::noinline]] static void direct(const Layer& layer, const uint32_t* q, int q_words, const Source<bf16>& source,
+                                       int used, size_t columns, const Range* seen, const Sums& sums,
+                                       Ahead<bf16>& ahead) {
     static_assert(paired);
     Scores score;
 #pragma GCC unroll 4
@@ -338,8 +340,7 @@ struct RowKernels {
         key_words(source.keys + j * LANES, layer.head_dim, word, t);
         auto step = [&](int i) {
 #pragma GCC unroll 4
-          for (int r = 0; r < R; ++r)
-            score[r][j] = M::step(M::row(q + r * q_words + word + i), t[i], score[r][j]);
+          for (int r = 0; r < R; ++r) score[r][j] = M::step(M::row(q + r * q_words + word + i), t[i], score[r][j]);
         };
         if (q_words - word >= LANES) {
 #pragma GCC unroll 16
@@ -384,10 +385,14 @@ constexpr bool PAGES_DIRECT = true;
 template <class... Arguments>
 void attend_direct(int count, Arguments&&... arguments) {
   switch (count) {
-    case 1: return RowKernels<true, 1>::direct(arguments...);
-    case 2: return RowKernels<true, 2>::direct(arguments...);
-    case 3: return RowKernels<true, 3>::direct(arguments...);
-    default: return RowKernels<true, 4>::direct(arguments...);
+    case 1:
+      return RowKernels<true, 1>::direct(arguments...);
+    case 2:
+      return RowKernels<true, 2>::direct(arguments...);
+    case 3:
+      return RowKernels<true, 3>::direct(arguments...);
+    default:
+      return RowKernels<true, 4>::direct(arguments...);
   }
 }
 #else

@@ -1,7 +1,7 @@
 // A decoder layer around its attention, a linear on its own, and the head.
 //
-// Values are rounded to T where a layer made of separate operations rounds them: after each product, norm, activation and
-// addition; norms of heads and their turn are one operation.
+// Values are rounded to T where a layer made of separate operations rounds them: after each product, norm, activation
+// and addition; norms of heads and their turn are one operation.
 #pragma once
 
 #include <limits>
@@ -76,12 +76,13 @@ class Linear {
 
   void run(const T* x, int num_rows, T* out) {
     const Rows rows = operand_rows(set_.team, set_.copied, x, num_rows, k_);
-    multiply_rows<T>(set_, rows, num_rows, w_, 1, [&](int, int from, int count, int first, int groups, const float* sums, size_t ld) {
-      for (int r = 0; r < count; ++r)
-        each_column<T>(w_, sums + r * ld, first, groups, [&](int column, F y, int n) {
-          store(out + static_cast<size_t>(from + r) * w_.n + column, y, n);
-        });
-    });
+    multiply_rows<T>(set_, rows, num_rows, w_, 1,
+                     [&](int, int from, int count, int first, int groups, const float* sums, size_t ld) {
+                       for (int r = 0; r < count; ++r)
+                         each_column<T>(w_, sums + r * ld, first, groups, [&](int column, F y, int n) {
+                           store(out + static_cast<size_t>(from + r) * w_.n + column, y, n);
+                         });
+                     });
   }
 
  private:
@@ -101,10 +102,13 @@ class Block {
     output_ = pack_with_bias(set, t(from.output), t(from.output_bias), s_.num_heads * d, h, straight(h));
     // A group is sixteen gates and the sixteen ups that belong to them.
     const int padded = (m + LANES - 1) / LANES * GROUP;
-    gate_up_ = pack_with_bias(set, t(from.gate_up), t(from.gate_up_bias), h, padded, [m](int i) {
-      const int column = i / GROUP * LANES + i % LANES;
-      return column >= m ? -1 : i % GROUP < LANES ? column : m + column;
-    }, 2 * m);
+    gate_up_ = pack_with_bias(
+        set, t(from.gate_up), t(from.gate_up_bias), h, padded,
+        [m](int i) {
+          const int column = i / GROUP * LANES + i % LANES;
+          return column >= m ? -1 : i % GROUP < LANES ? column : m + column;
+        },
+        2 * m);
     down_ = pack_with_bias(set, t(from.down), t(from.down_bias), m, h, straight(h));
     attention_norm_ = norm(t(from.attention_norm), h);
     attention_post_norm_ = norm(t(from.attention_post_norm), h);
@@ -120,18 +124,20 @@ class Block {
     const Rows rows = normed_rows(set_.team, set_.normed, hidden, num_rows, s_.hidden, attention_norm_);
     multiply_rows<T>(set_, rows, num_rows, qkv_, head_unit_,
                      [&](int, int from, int count, int first, int groups, float* sums, size_t ld) {
-      const int last = std::min(qkv_.n, first + groups * GROUP);
-      for (int r = 0; r < count; ++r) {
-        float* row = sums + r * ld;
-        const size_t at = static_cast<size_t>(from + r);
-        each_column<T>(qkv_, row, first, groups, [&](int column, F y, int) { store(row + column - first, y); });
-        for (int column = first; column < last; column += s_.head_dim)
-          finish_head(row + column - first, column / s_.head_dim, cos + at * s_.rotary_dim, sin + at * s_.rotary_dim);
-        T* out = qkv + at * qkv_.n;
-        for (int column = first; column < last; column += LANES)
-          store(out + column, load(row + column - first), last - column);
-      }
-    });
+                       const int last = std::min(qkv_.n, first + groups * GROUP);
+                       for (int r = 0; r < count; ++r) {
+                         float* row = sums + r * ld;
+                         const size_t at = static_cast<size_t>(from + r);
+                         each_column<T>(qkv_, row, first, groups,
+                                        [&](int column, F y, int) { store(row + column - first, y); });
+                         for (int column = first; column < last; column += s_.head_dim)
+                           finish_head(row + column - first, column / s_.head_dim, cos + at * s_.rotary_dim,
+                                       sin + at * s_.rotary_dim);
+                         T* out = qkv + at * qkv_.n;
+                         for (int column = first; column < last; column += LANES)
+                           store(out + column, load(row + column - first), last - column);
+                       }
+                     });
   }
 
   // hidden [num_rows, hidden] becomes the rows after this layer.
@@ -144,16 +150,13 @@ class Block {
   }
 
  private:
-  Norm norm(const T* weight, int n) {
-    return {set_.floats(weight, n, s_.plus_one ? 1.0f : 0.0f), s_.eps};
-  }
+  Norm norm(const T* weight, int n) { return {set_.floats(weight, n, s_.plus_one ? 1.0f : 0.0f), s_.eps}; }
 
   void finish_head(float* head, int index, const float* cos, const float* sin) {
     if (index >= s_.num_heads + s_.num_kv_heads) return;
     const int d = s_.head_dim;
     const Norm& norm = index < s_.num_heads ? q_norm_ : k_norm_;
-    if (norm.weight != nullptr)
-      norm_row(head, d, norm, [&](int i, F y, int n) { store(head + i, y, n); });
+    if (norm.weight != nullptr) norm_row(head, d, norm, [&](int i, F y, int n) { store(head + i, y, n); });
     if (s_.rotary_dim > 0) rotate(head, s_.rotary_dim, cos, sin);
   }
 
@@ -165,23 +168,23 @@ class Block {
     uint32_t* out = set_.activated.take<uint32_t>(row_words * num_rows);
     multiply_rows<T>(set_, rows, num_rows, gate_up_, 1,
                      [&](int, int from, int count, int first, int groups, const float* sums, size_t ld) {
-      for (int r = 0; r < count; ++r) {
-        auto* to = reinterpret_cast<operand<T>*>(out + static_cast<size_t>(from + r) * row_words);
-        for (int g = 0; g < groups; ++g) {
-          const float* pair = sums + r * ld + g * GROUP;
-          const int column = first / 2 + g * LANES;
-          F gate = load(pair), up = load(pair + LANES);
-          if (gate_up_.bias != nullptr) {
-            gate = add(gate, load(gate_up_.bias + first + g * GROUP));
-            up = add(up, load(gate_up_.bias + first + g * GROUP + LANES));
-          }
-          gate = rounded<T>(gate);
-          const F active = rounded<T>(s_.gelu ? gelu_tanh(gate) : silu(gate));
-          store_operand(to + column, mul(active, rounded<T>(up)), m - column, T{});
-        }
-        if (m % per_word && first == 0) to[m] = {};
-      }
-    });
+                       for (int r = 0; r < count; ++r) {
+                         auto* to = reinterpret_cast<operand<T>*>(out + static_cast<size_t>(from + r) * row_words);
+                         for (int g = 0; g < groups; ++g) {
+                           const float* pair = sums + r * ld + g * GROUP;
+                           const int column = first / 2 + g * LANES;
+                           F gate = load(pair), up = load(pair + LANES);
+                           if (gate_up_.bias != nullptr) {
+                             gate = add(gate, load(gate_up_.bias + first + g * GROUP));
+                             up = add(up, load(gate_up_.bias + first + g * GROUP + LANES));
+                           }
+                           gate = rounded<T>(gate);
+                           const F active = rounded<T>(s_.gelu ? gelu_tanh(gate) : silu(gate));
+                           store_operand(to + column, mul(active, rounded<T>(up)), m - column, T{});
+                         }
+                         if (m % per_word && first == 0) to[m] = {};
+                       }
+                     });
     return {out, row_words};
   }
 
@@ -192,16 +195,16 @@ class Block {
     T* product = direct ? nullptr : set_.added.take<T>(static_cast<size_t>(num_rows) * h);
     multiply_rows<T>(set_, rows, num_rows, w, 1,
                      [&](int, int from, int count, int first, int groups, const float* sums, size_t ld) {
-      for (int r = 0; r < count; ++r) {
-        const size_t at = static_cast<size_t>(from + r) * h;
-        each_column<T>(w, sums + r * ld, first, groups, [&](int column, F y, int n) {
-          if (direct)
-            add_to(hidden + at + column, y, n);
-          else
-            store(product + at + column, y, n);
-        });
-      }
-    });
+                       for (int r = 0; r < count; ++r) {
+                         const size_t at = static_cast<size_t>(from + r) * h;
+                         each_column<T>(w, sums + r * ld, first, groups, [&](int column, F y, int n) {
+                           if (direct)
+                             add_to(hidden + at + column, y, n);
+                           else
+                             store(product + at + column, y, n);
+                         });
+                       }
+                     });
     if (direct) return;
     for_rows(set_.team, num_rows, [&](int row) {
       const size_t at = static_cast<size_t>(row) * h;
@@ -209,9 +212,7 @@ class Block {
     });
   }
 
-  void add_to(T* x, F y, int n) {
-    store(x, fma(y, set1(s_.residual_scale), load(x, n)), n);
-  }
+  void add_to(T* x, F y, int n) { store(x, fma(y, set1(s_.residual_scale), load(x, n)), n); }
 
   OpSet& set_;
   Shape s_;
@@ -231,11 +232,11 @@ class Head {
   void logits(const T* hidden, int num_rows, float* out) {
     multiply_rows<T>(set_, rows(hidden, num_rows), num_rows, w_, 1,
                      [&](int, int from, int count, int first, int groups, const float* sums, size_t ld) {
-      for (int r = 0; r < count; ++r)
-        each_column<float>(w_, sums + r * ld, first, groups, [&](int column, F y, int n) {
-          store(out + static_cast<size_t>(from + r) * w_.n + column, y, n);
-        });
-    });
+                       for (int r = 0; r < count; ++r)
+                         each_column<float>(w_, sums + r * ld, first, groups, [&](int column, F y, int n) {
+                           store(out + static_cast<size_t>(from + r) * w_.n + column, y, n);
+                         });
+                     });
   }
 
   // The lowest id among the largest logits. NaN never wins.
@@ -250,14 +251,14 @@ class Head {
     for (size_t i = 0; i < w_.groups * n; ++i) best[i].id = -1;
     multiply_rows<T>(set_, rows(hidden, num_rows), num_rows, w_, 1,
                      [&](int, int from, int count, int first, int groups, const float* sums, size_t ld) {
-      for (int r = 0; r < count; ++r) {
-        const int width = std::min(groups * GROUP, w_.n - first);
-        best[first / GROUP * n + from + r] = {0.0f, 0};
-        Best& mine = best[first / GROUP * n + from + r];
-        mine.value = largest(sums + r * ld, width);
-        mine.id = first + first_equal(sums + r * ld, width, mine.value);
-      }
-    });
+                       for (int r = 0; r < count; ++r) {
+                         const int width = std::min(groups * GROUP, w_.n - first);
+                         best[first / GROUP * n + from + r] = {0.0f, 0};
+                         Best& mine = best[first / GROUP * n + from + r];
+                         mine.value = largest(sums + r * ld, width);
+                         mine.id = first + first_equal(sums + r * ld, width, mine.value);
+                       }
+                     });
     for (size_t row = 0; row < n; ++row) {
       Best top = best[row];
       for (int g = 1; g < w_.groups; ++g)

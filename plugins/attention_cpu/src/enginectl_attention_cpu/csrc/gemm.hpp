@@ -1,8 +1,8 @@
 // Rows times packed weights.
 //
 // Weights [n, k] lie in groups of 32 output columns: [n / 32][k][32], for bf16 with two k's in each 32-bit lane. Every
-// output element is accumulated over k from first to last by one accumulator, whatever the number of rows, the tiling or
-// the threads: a row's bits depend on that row alone.
+// output element is accumulated over k from first to last by one accumulator, whatever the number of rows, the tiling
+// or the threads: a row's bits depend on that row alone.
 #pragma once
 
 #include <algorithm>
@@ -40,13 +40,13 @@ inline float convert<f16>(f16 x) {
   return _cvtsh_ss(x.bits);
 }
 
-// 32-bit words between rows that are multiplied: never a multiple of a page, where twelve rows would fall into one cache
-// set.
+// 32-bit words between rows that are multiplied: never a multiple of a page, where twelve rows would fall into one
+// cache set.
 inline size_t padded_words(size_t words) { return (words + 15) / 16 * 16 + 16; }
 
 struct Packed {
-  int n = 0;         // output columns
-  int words = 0;     // 32-bit words along k
+  int n = 0;      // output columns
+  int words = 0;  // 32-bit words along k
   int groups = 0;
   bool paired = false;
   uint32_t* data = nullptr;
@@ -72,7 +72,7 @@ struct Multiply<false> {
   static F step(vector a, vector w, F acc) { return fma(a, w, acc); }
 };
 
-constexpr int UNROLL = 4;           // words between prefetches: eight lines of weights
+constexpr int UNROLL = 4;  // words between prefetches: eight lines of weights
 constexpr int LINES_PER_UNROLL = 8;
 
 // R rows times one group. a: first row's words. ahead: weights wanted next, of which `lines` lines are asked for every
@@ -188,8 +188,8 @@ void multiply(Team& team, const uint32_t* a, size_t row_words, int num_rows, con
       const uint32_t* rows = a + static_cast<size_t>(block_start + from) * row_words;
       for (int g = 0; g < num_groups; ++g) {
         const uint32_t* weights = w.data + (first_group + g) * group_words;
-        const char* ahead = reinterpret_cast<const char*>(weights + group_words * grid.span) +
-                            group_bytes / num_tiles / 64 * 64 * tile;
+        const char* ahead =
+            reinterpret_cast<const char*>(weights + group_words * grid.span) + group_bytes / num_tiles / 64 * 64 * tile;
         TILES<paired>[to - from](rows, row_words, weights, w.words, sums + g * GROUP, ld, ahead, last_span ? 0 : lines);
       }
       epilogue(thread, block_start + from, to - from, first_group * GROUP, num_groups, sums, ld);

@@ -70,7 +70,8 @@ void ectl_linear_free(void* linear, int dtype) {
   dispatch(dtype, [&](auto t) { delete static_cast<Linear<decltype(t)>*>(linear); });
 }
 
-int ectl_rms_norm(OpSet* set, int dtype, const void* x, const float* weight, float eps, int num_rows, int n, void* out) {
+int ectl_rms_norm(OpSet* set, int dtype, const void* x, const float* weight, float eps, int num_rows, int n,
+                  void* out) {
   return guarded(set, [&] {
     dispatch(dtype, [&](auto t) {
       using T = decltype(t);
@@ -78,7 +79,7 @@ int ectl_rms_norm(OpSet* set, int dtype, const void* x, const float* weight, flo
       for_rows(set->team, num_rows, [&](int row) {
         T* to = static_cast<T*>(out) + static_cast<size_t>(row) * n;
         norm_row(static_cast<const T*>(x) + static_cast<size_t>(row) * n, n, norm,
-                    [&](int i, F y, int count) { store(to + i, y, count); });
+                 [&](int i, F y, int count) { store(to + i, y, count); });
       });
     });
   });

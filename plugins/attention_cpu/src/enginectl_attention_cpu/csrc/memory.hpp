@@ -11,7 +11,8 @@
 
 namespace ectl {
 
-// Never given back before its owner: packed weights, laid out one after another on huge pages where the system has them.
+// Never given back before its owner: packed weights, laid out one after another on huge pages where the system has
+// them.
 class Arena {
  public:
   Arena() = default;

@@ -2,9 +2,9 @@
 //
 // The calling thread leads: it opens a phase of `num_chunks` pieces of work, takes part in it, and returns when all of
 // them are done. Each thread has its own range of chunks and takes from its front; one that is through takes from the
-// back of another's. So weights stream in order, and a thread whose core is taken away holds up one chunk, not its share.
-// Waiting spins for some microseconds and then sleeps in a futex: a leader that sleeps leaves its core to the worker
-// that was descheduled in the middle of a chunk.
+// back of another's. So weights stream in order, and a thread whose core is taken away holds up one chunk, not its
+// share. Waiting spins for some microseconds and then sleeps in a futex: a leader that sleeps leaves its core to the
+// worker that was descheduled in the middle of a chunk.
 //
 // Which thread runs a chunk is not determined, so a chunk's result may depend on its number only.
 #pragma once
@@ -18,6 +18,7 @@
 #include <atomic>
 #include <climits>
 #include <mutex>
+#include <new>
 #include <thread>
 
 namespace ectl {
@@ -57,6 +58,7 @@ class Pool {
     open(num_threads, num_chunks);
     work(0);
     wait_done();
+    if (failed_.exchange(false, std::memory_order_relaxed)) throw std::bad_alloc();
   }
 
  private:
@@ -103,7 +105,11 @@ class Pool {
       if (thread >= num_ranges_.load(std::memory_order_relaxed)) return false;  // not in this phase's team
       const uint64_t next = front ? word + (1 << 12) : word - 1;
       if (range.word.compare_exchange_weak(word, next, std::memory_order_acq_rel, std::memory_order_acquire)) {
-        call(body, thread, static_cast<int>(front ? first : end - 1));
+        try {
+          call(body, thread, static_cast<int>(front ? first : end - 1));
+        } catch (const std::bad_alloc&) {  // all that chunks throw; the leader throws it again when all are done
+          failed_.store(true, std::memory_order_relaxed);
+        }
         finish();
         return true;
       }
@@ -156,8 +162,8 @@ class Pool {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, nullptr, nullptr, 0);
   }
 
-  // A pause takes about 15 ns here and up to 45 elsewhere: some 30 µs for the leader, 100 for workers, which also covers
-  // the host's work between two calls.
+  // A pause takes about 15 ns here and up to 45 elsewhere: some 30 µs for the leader, 100 for workers, which also
+  // covers the host's work between two calls.
   static constexpr int LEADER_SPINS = 2000;
   static constexpr int WORKER_SPINS = 6000;
 
@@ -167,6 +173,7 @@ class Pool {
   std::atomic<Call> call_{nullptr};
   std::atomic<void*> body_{nullptr};
   std::atomic<int> num_ranges_{0};
+  std::atomic<bool> failed_{false};
   alignas(64) std::atomic<uint32_t> epoch_{0};
   std::atomic<int> num_asleep_{0};
   alignas(64) std::atomic<uint32_t> remaining_{0};

@@ -106,8 +106,7 @@ Rows normed_rows(const Team& team, Scratch& scratch, const T* x, int num_rows, i
   for_rows(team, num_rows, [&](int row) {
     auto* to = reinterpret_cast<operand<T>*>(rows + row * row_words);
     if (k % per_word) to[k] = {};
-    norm_row(x + static_cast<size_t>(row) * k, k, norm,
-                [&](int i, F y, int n) { store_operand(to + i, y, n, T{}); });
+    norm_row(x + static_cast<size_t>(row) * k, k, norm, [&](int i, F y, int n) { store_operand(to + i, y, n, T{}); });
   });
   return {rows, row_words};
 }

@@ -1,5 +1,5 @@
-// Sixteen floats at a time: AVX-512, or two halves of AVX2. Every kernel is written in these few functions, so that both
-// compute in the same order. The build turns contraction off: a fused multiply-add happens where it is written.
+// Sixteen floats at a time: AVX-512, or two halves of AVX2. Every kernel is written in these few functions, so that
+// both compute in the same order. The build turns contraction off: a fused multiply-add happens where it is written.
 #pragma once
 
 #include <immintrin.h>
@@ -118,10 +118,10 @@ inline F dot(F acc, Pairs a, Pairs b) {
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 #else
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
-                        _mm512_castsi512_ps(_mm512_and_si512(b, high)), acc);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
-                         _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), acc);
+  acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)), _mm512_castsi512_ps(_mm512_and_si512(b, high)),
+                        acc);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)),
+                         acc);
 #endif
 }
 
@@ -255,10 +255,10 @@ inline __m256i join(__m128i lo, __m128i hi) { return _mm256_inserti128_si256(_mm
 inline Pairs narrow(F a, F b) { return {join(to_bf16(a.lo), to_bf16(a.hi)), join(to_bf16(b.lo), to_bf16(b.hi))}; }
 inline __m256 dot(__m256 acc, __m256i a, __m256i b) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)),
-                        _mm256_castsi256_ps(_mm256_and_si256(b, high)), acc);
-  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
-                         _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
+  acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)),
+                        acc);
+  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)),
+                         acc);
 }
 inline F dot(F acc, Pairs a, Pairs b) { return {dot(acc.lo, a.lo, b.lo), dot(acc.hi, a.hi, b.hi)}; }
 
