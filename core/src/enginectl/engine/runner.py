@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from enginectl.builtin.sampling.logprobs import token_logprobs
 from enginectl.context import BuildContext
 from enginectl.engine.grammar import GrammarRows
+from enginectl.engine.graphs import DecodeGraphs, graph_sizes, offers_capture, record_graphs, recorder_for
 from enginectl.engine.rows import IntRows, Packed, RunnerRows
 from enginectl.engine.verify import usable_drafts, verify
 from enginectl.errors import OutOfMemoryError
@@ -82,6 +83,7 @@ class LocalRunner(Executor):
         self._num_failed_proposals = 0
         # Bound once: the step calls these directly.
         self._forward = model.forward
+        self._graphs: DecodeGraphs | None = None
         self._sample_tokens = sampler.sample
         self._prepare_attention = attention.prepare
 
@@ -89,6 +91,7 @@ class LocalRunner(Executor):
         """Two tensors a layer, [num_blocks, block_size, num_kv_heads, head_dim], zeroed."""
         self.kv = [self._pages(layer, layout) for layer in self.model.spec.layers]
         self._attention.bind(self.kv)
+        self._graphs = self._record_graphs()
         if self._speculator is not None:
             own = [self._pages(layer, layout) for layer in self._speculator.kv_layers()]
             rows = self.rows
@@ -103,6 +106,23 @@ class LocalRunner(Executor):
                     sampler=self._sampler,
                 )
             )
+
+    def _record_graphs(self) -> DecodeGraphs | None:
+        """Graphs of decode steps, on devices that have them. With adapters a step differs by its tokens' slots."""
+        recorder = recorder_for(self._device)
+        if recorder is None or self._adapters is not None or not offers_capture(self._attention):
+            return None
+        groups, num_rows, width = self.rows.block_table.shape
+        graphs = DecodeGraphs(
+            self.model,
+            self._attention,
+            recorder,
+            sizes=graph_sizes(num_rows),
+            table_shape=(groups, width),
+            max_model_len=width * self.rows.block_size,
+            device=self._device,
+        )
+        return record_graphs(graphs)
 
     def _pages(self, layer: LayerSpec, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (layout.num_blocks, layout.block_size, layer.num_kv_heads)
@@ -189,7 +209,7 @@ class LocalRunner(Executor):
         if not plan.rows.size:
             return StepResult(_NO_ROWS, np.zeros((0, 1), np.int32), _NO_ROWS, _NO_ROWS, errors=broken)
         packed = self.rows.pack(plan)
-        kept = self._forward(self._inputs(plan, packed))
+        kept = self._run_forward(plan, packed)
         result = self._sample(plan, packed, kept)
         if packed.prompt_rows:
             result.prompt_logprobs = self._prompt_logprobs(packed, kept)
@@ -204,6 +224,16 @@ class LocalRunner(Executor):
         result.num_drafts = self._propose(plan, packed, kept, result)
         result.propose_s = time.perf_counter() - started
         result.errors = self._grammars.accept(result.rows, result.token_ids, result.num_new)
+
+    def _run_forward(self, plan: StepPlan, packed: Packed) -> Kept:
+        graphs = self._graphs
+        # A graph keeps every row, in order.
+        keeps_all = packed.sampled.size == plan.rows.size and not packed.prompt_rows
+        if graphs is None or not keeps_all or not graphs.serves(plan.num_tokens):
+            return self._forward(self._inputs(plan, packed))
+        token_ids = self.rows.token_ids[packed.token_rows, packed.positions].astype(np.int64)
+        positions = self._tensor(packed.positions.astype(np.int64))
+        return graphs.run(self._tensor(token_ids), positions, self._attention_batch(plan, packed))
 
     def _inputs(self, plan: StepPlan, packed: Packed) -> ForwardInput:
         rows = self.rows
@@ -245,7 +275,10 @@ class LocalRunner(Executor):
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+        if self._device.type == "cpu":
+            return tensor
+        # Pinned, so that the copy does not wait; torch keeps such memory and gives it back once the copy is done.
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
     # -- sampling ------------------------------------------------------------------------------------------------
 

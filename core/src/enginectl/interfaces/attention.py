@@ -64,7 +64,11 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not support graph capture")
 
     def update(self, plan: Any, batch: AttentionBatch) -> None:
-        """Bring a captured plan up to this step's lengths before a replay. Called: once per replayed step."""
+        """Bring a captured plan up to this step's lengths before a replay.
+
+        batch: as many queries a row as the captured one, and at most as many rows and columns of the block table; the
+        rows it lacks are padding, whose output nobody reads. Called: once per replayed step.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not support graph capture")
 
     @abstractmethod
