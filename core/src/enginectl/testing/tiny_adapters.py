@@ -29,7 +29,7 @@ def save_adapter(base: str, directory: Path, *, seed: int = 0, std: float = 0.2,
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=random) * std / parameter.shape[-1] ** 0.5)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, save_embedding_layers=False)
     return directory
 
 
