@@ -140,12 +140,13 @@ class Acceptance:
         self._shared_hits = np.zeros(max_drafts)
         self._shared_trials = np.zeros(max_drafts)
         self._supply = np.ones(max_num_seqs)
+        self._shared_supply = 1.0
         self._position = np.arange(max_drafts)
 
     def open_row(self, row: int) -> None:
         """Somebody else has the row."""
         self._hits[row] = self._trials[row] = 0.0
-        self._supply[row] = 1.0
+        self._supply[row] = self._shared_supply
 
     def fade(self) -> None:
         """Rows' own records lose weight."""
@@ -166,6 +167,7 @@ class Acceptance:
         """The speculator was asked for so many drafts and had so many."""
         share = given / asked
         self._supply[rows] += 0.1 * (share - self._supply[rows])
+        self._shared_supply += 0.02 * (float(share.mean()) - self._shared_supply)
 
     def supply(self, rows: IntRows) -> Floats:
         """Share of the drafts asked for that the speculator has, [n]."""
