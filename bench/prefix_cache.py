@@ -87,14 +87,14 @@ def step_us(num_seqs: int, steps: int) -> dict[str, float]:
         core.add(_request(key, prompt))
     while len(core.table.order) < num_seqs or len(core.scheduler):
         core.step()
-    publish, samples, published = core._publish, list[float](), index.num_published
+    publish, samples, published = core._committer.publish, list[float](), index.num_published
 
     def timed(plan: Any) -> None:
         begin = time.perf_counter()
         publish(plan)
         samples.append(time.perf_counter() - begin)
 
-    setattr(core, "_publish", timed)  # noqa: B010
+    setattr(core._committer, "publish", timed)  # noqa: B010
     for _ in range(steps):
         core.step()
     assert core.stats().prefix_hits == 0

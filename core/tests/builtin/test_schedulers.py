@@ -191,7 +191,7 @@ def test_every_request_gets_its_tokens_under_preemption(make: Make, depth: int) 
 def reading_per_step(threshold: int | None) -> list[int]:
     """Prompt tokens of each step while a row decodes and a prompt of 60 is read."""
     loop = free_core(max_num_batched_tokens=32, num_blocks=64)
-    loop.core._budget.max_prefill = threshold
+    loop.core._planner.budget.max_prefill = threshold
     loop.core.add(free_request(0, [1], 40))
     loop.step()
     loop.core.add(free_request(1, [2] * 60, 2))

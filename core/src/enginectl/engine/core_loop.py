@@ -10,20 +10,23 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginectl.engine.admission import Admission
 from enginectl.engine.batch import RowTable
+from enginectl.engine.commit import Committer
+from enginectl.engine.counters import Counters
 from enginectl.engine.ledger import BlockPool
 from enginectl.engine.narrow import run_narrowed
 from enginectl.engine.outputs import OutputBuilder
+from enginectl.engine.planner import Planner
 from enginectl.engine.request import Request
 from enginectl.engine.speculation import SpeculationController
 from enginectl.errors import EngineDeadError
-from enginectl.interfaces.executor import Executor, NewRow, StepHandle, StepPlan, StepResult
+from enginectl.interfaces.executor import Executor, StepHandle, StepPlan, StepResult
 from enginectl.interfaces.scheduler import Scheduler, StepBudget
 from enginectl.types import EngineRequest, EngineStats, FinishReason, StepOutputs
 
@@ -53,31 +56,6 @@ class Flight:
     def has_drafts(self) -> bool:
         """Whether drafts are verified in it or may be proposed by it."""
         return bool(self.plan.num_drafts.any() or self.plan.draft_limits.any())
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the engine started. drafted_at, accepted_at: drafts by their position behind the verified tokens."""
-
-    drafted_at: NDArray[np.int64]
-    accepted_at: NDArray[np.int64]
-    steps: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
-@dataclass(slots=True)
-class _Changes:
-    """Differences collected for the next plan."""
-
-    removed: list[int] = field(default_factory=list)
-    added: list[NewRow] = field(default_factory=list)
-    block_rows: list[IntRows] = field(default_factory=list)
-    block_columns: list[IntRows] = field(default_factory=list)
-    block_ids: list[IntRows] = field(default_factory=list)
 
 
 class EngineCore:
@@ -114,12 +92,7 @@ class EngineCore:
         self.admission = admission
         self.counters = Counters(np.zeros(max_drafts, np.int64), np.zeros(max_drafts, np.int64))
         self.outputs = OutputBuilder(table)
-        self._block_size = block_size
-        self._budget = StepBudget(
-            max_num_batched_tokens, max_chunk or max_num_batched_tokens, max_prefill, 1 + max_drafts
-        )
         self._max_drafts = max_drafts
-        self._num_lookahead = num_lookahead
         self._speculation = speculation
         self._retired_s = 0.0
         self._report_at_s = 0.0
@@ -128,14 +101,34 @@ class EngineCore:
         self._clock = clock
         self._requests: dict[int, Request] = {}
         self._flights: deque[Flight] = deque()
-        self._changes = _Changes()
         self._now = clock()
         self._next_deadline_s = float("inf")
         self.made_progress = False
         self._last_tokens, self._last_s = 0, 0.0
-        # Bound once: the step makes no attribute chains through replaceable parts.
-        self._grant = scheduler.grant
-        self._launch = executor.launch
+        self._launch = executor.launch  # bound once: the step makes no attribute chains through replaceable parts
+        self._planner = Planner(
+            scheduler=scheduler,
+            pool=pool,
+            table=table,
+            admission=admission,
+            counters=self.counters,
+            budget=StepBudget(max_num_batched_tokens, max_chunk or max_num_batched_tokens, max_prefill, 1 + max_drafts),
+            block_size=block_size,
+            max_drafts=max_drafts,
+            num_lookahead=num_lookahead,
+            speculation=speculation,
+            overlaps=overlap_depth > 0,
+            end=self._end,
+        )
+        self._committer = Committer(
+            table=table,
+            outputs=self.outputs,
+            counters=self.counters,
+            index=pool.index,
+            block_size=block_size,
+            keeps_drafts=max_drafts > 0,
+            clock=clock,
+        )
 
     # -- what callers do -----------------------------------------------------------------------------------------
 
@@ -179,7 +172,7 @@ class EngineCore:
         self.made_progress = False
         if now >= self._next_deadline_s:
             self._expire(now)
-        plan = self._plan(now)
+        plan = self._planner.plan(now, self.drain, must_drain=self._drafts_in_flight())
         if plan is not None:
             self._flights.append(self._start(plan))
             self.counters.steps += 1
@@ -229,211 +222,10 @@ class EngineCore:
             draft_length=0.0 if speculation is None else speculation.mean_length,
         )
 
-    # -- schedule ------------------------------------------------------------------------------------------------
+    # -- launch --------------------------------------------------------------------------------------------------
 
-    def _plan(self, now: float) -> StepPlan | None:
-        if self._max_drafts and any(flight.has_drafts for flight in self._flights):
-            self.drain()  # how many drafts were accepted, or are proposed, decides what comes next
-        counts = self._grant_running(now)
-        if counts is None:  # blocks ran out and steps are in flight: their rows must come back first
-            self.drain()
-            counts = self._grant_running(now)
-            assert counts is not None, "nothing is in flight"
-        rows = self.table.order
-        left = self._left_for_prompts(counts)
-        if left > 0 and self.table.num_free_rows and len(self.scheduler):
-            admitted = self._admit(left, now)
-            if admitted:
-                counts = np.append(counts, np.array(admitted, np.int32))
-                rows = self.table.order
-        if not rows.size:
-            return None
-        active = counts > 0
-        if not active.all():
-            rows, counts = rows[active], counts[active]
-            if not rows.size:
-                return None
-        return self._make_plan(rows, counts)
-
-    def _left_for_prompts(self, counts: IntRows) -> int:
-        """Tokens that requests which are admitted now may read in this step."""
-        budget = self._budget
-        left = budget.num_tokens - int(counts.sum())
-        if budget.max_prefill is None:
-            return left
-        reads = counts > budget.max_decode
-        decodes = bool((counts[~reads] > 0).any())
-        return min(left, budget.max_prefill - int(counts[reads].sum())) if decodes else left
-
-    def _grant_running(self, now: float) -> IntRows | None:
-        """Tokens each running row advances, with blocks for them; None if steps in flight must be retired first."""
-        t, ahead = self.table, self._num_lookahead
-        while True:
-            rows = t.order
-            if not rows.size:
-                return _NO_ROWS
-            pending = t.num_tokens[rows] + t.num_drafts[rows] - t.num_computed[rows]
-            if self._depth:
-                pending[t.num_tokens[rows] >= t.max_tokens[rows]] = 0  # its last token is on the way
-            running = t.running(pending)
-            self._budget.num_free_rows = t.num_free_rows
-            counts = self._grant(running, self._budget, now)
-            ends = t.num_computed[rows] + counts
-            if ahead:  # slots for what the speculator computes behind the verified tokens
-                ends = np.maximum(np.minimum(ends + ahead, t.max_tokens[rows]), ends)
-            short = (ends + (self._block_size - 1)) // self._block_size - t.num_blocks[rows]
-            np.maximum(short, 0, out=short)
-            wanted = int(short.sum())
-            if wanted == 0:
-                return counts
-            if wanted <= self.pool.num_available:
-                needy = short > 0
-                self._give_blocks(rows[needy], short[needy])
-                return counts
-            if ahead:  # drafts are a bonus: nobody waits or is preempted for them
-                ahead = 0
-                continue
-            if self._flights:
-                return None
-            if t.num_drafts[rows].any():
-                t.num_drafts[rows] = 0
-                continue
-            self._preempt(int(self.scheduler.victims(running, now)[0]), now)
-
-    def _give_blocks(self, rows: IntRows, short: IntRows) -> None:
-        t = self.table
-        ids = self.pool.take(int(short.sum()))
-        columns = t.num_blocks[rows]
-        if short.max() > 1:
-            first = np.repeat(np.cumsum(short) - short, short)
-            columns = (np.repeat(columns, short) + np.arange(ids.size) - first).astype(np.int32)
-            t.num_blocks[rows] += short
-            rows = np.repeat(rows, short)
-        else:
-            t.num_blocks[rows] += 1
-        self._set_blocks(rows, columns, ids)
-
-    def _set_blocks(self, rows: IntRows, columns: IntRows, ids: IntRows) -> None:
-        self.table.block_table[:, rows, columns] = ids
-        self._changes.block_rows.append(rows)
-        self._changes.block_columns.append(columns)
-        self._changes.block_ids.append(ids)
-
-    def _preempt(self, index: int, now: float) -> None:
-        """The victim gives up its row and blocks and waits again; it recomputes from its tokens when it resumes."""
-        t = self.table
-        row = int(t.order[index])
-        request = t.request(row)
-        request.token_ids = t.token_ids[row, : t.num_tokens[row]].copy()
-        request.num_preemptions += 1
-        self.counters.preemptions += 1
-        t.close(row)
-        self._vacate(row)
-        self.scheduler.finished(request, now)
-        self.scheduler.add(request, resumed=True)
-
-    def _admit(self, budget: int, now: float) -> list[int]:
-        """Give rows to waiting requests while tokens, rows and blocks last. Returns their token counts."""
-        t, counts = self.table, []
-        owed = self._blocks_owed(t.order)
-        for request in self.scheduler.candidates(now):
-            grant = self.admission.try_acquire(request, min(budget, self._budget.max_chunk), len(t.order), owed)
-            if isinstance(grant, str):
-                if grant == "error":
-                    refused = self.admission.is_refusal and request.num_preemptions == 0
-                    self._end(request, FinishReason.ERROR, error=self.admission.error, refused=refused)
-                    continue
-                if self.scheduler.refused(request, grant, now):
-                    continue
-                break
-            self.scheduler.remove(request)
-            row = t.add(request)
-            self._place(request, row, grant.num_cached, grant.blocks, now)
-            owed += self._blocks_owed(t.order[-1:])
-            counts.append(grant.num_tokens)
-            budget -= grant.num_tokens
-            if budget <= 0 or not t.num_free_rows:
-                break
-        return counts
-
-    def _blocks_owed(self, rows: IntRows) -> int:
-        """Blocks that these rows still need for the tokens they have: prompts that are being caught up with."""
-        t = self.table
-        short = (t.num_tokens[rows] + (self._block_size - 1)) // self._block_size - t.num_blocks[rows]
-        return int(np.maximum(short, 0).sum())
-
-    def _place(self, request: Request, row: int, num_cached: int, blocks: IntRows, now: float) -> None:
-        t = self.table
-        t.num_computed[row] = num_cached
-        t.num_blocks[row] = blocks.size
-        t.num_published[row] = num_cached // self._block_size
-        self._set_blocks(np.full(blocks.size, row, np.int32), np.arange(blocks.size, dtype=np.int32), blocks)
-        if request.num_preemptions == 0:
-            request.scheduled_s = now
-            request.num_cached_tokens = num_cached
-            self.counters.prompt_tokens += request.prompt_len
-        spec = request.spec
-        t.draft_limit[row] = self.admission.draft_limit(spec.params)
-        if self._speculation is not None:
-            self._speculation.open_row(row, spec.params)
-        grammar = request.grammar.result() if request.grammar is not None else None
-        self._changes.added.append(
-            NewRow(
-                row=row,
-                request_id=spec.request_id,
-                token_ids=request.token_ids,
-                prompt_len=request.prompt_len,
-                params=spec.params,
-                seed=spec.seed,
-                choice=spec.choice,
-                eos_token_ids=spec.eos_token_ids,
-                adapter_slot=request.adapter_slot,
-                grammar=grammar,
-            )
-        )
-
-    def _make_plan(self, rows: IntRows, counts: IntRows) -> StepPlan:
-        t = self.table
-        single = counts == 1
-        if not single.all():
-            order = np.argsort(~single, kind="stable")
-            rows, counts = rows[order], counts[order]
-        computed = t.num_computed[rows]
-        drafts = computed + counts - t.num_tokens[rows]  # < 0 while the prompt is being caught up with
-        samples = drafts >= 0
-        np.maximum(drafts, 0, out=drafts)
-        limits = t.draft_limit[rows]
-        if self._max_drafts:
-            room = t.max_tokens[rows] - t.num_tokens[rows] - drafts - 2
-            limits = np.clip(room, 0, limits).astype(np.int32)
-            if self._speculation is not None:
-                limits = self._draft_limits(self._speculation, rows, counts, samples, limits)
-        plan = StepPlan(rows, computed, counts, drafts, samples, limits)
-        changes = self._changes
-        if changes.removed or changes.added or changes.block_ids:
-            plan.removed, plan.added = changes.removed, changes.added
-            if changes.block_ids:
-                plan.block_rows = np.concatenate(changes.block_rows)
-                plan.block_columns = np.concatenate(changes.block_columns)
-                plan.block_ids = np.concatenate(changes.block_ids)[None]
-            self._changes = _Changes()
-        return plan
-
-    def _draft_limits(
-        self,
-        speculation: SpeculationController,
-        rows: IntRows,
-        counts: IntRows,
-        samples: NDArray[np.bool_],
-        room: IntRows,
-    ) -> IntRows:
-        """What the controller gives the rows that sample; prompts that go on, or wait, fill the next step too."""
-        if samples.all():
-            waits = len(self.scheduler) and self.table.num_free_rows
-            return speculation.limits(rows, room, self._budget.num_tokens if waits else 0)
-        limits = np.zeros_like(room)
-        limits[samples] = speculation.limits(rows[samples], room[samples], int(counts[~samples].sum()))
-        return limits
+    def _drafts_in_flight(self) -> bool:
+        return self._max_drafts > 0 and any(flight.has_drafts for flight in self._flights)
 
     def _start(self, plan: StepPlan) -> Flight:
         """Launch, and advance the books as if it had worked: each sampling row has one more token, value to come."""
@@ -466,9 +258,9 @@ class EngineCore:
         sampled, base = flight.sampled, flight.base
         if result.errors:
             result, sampled, base = self._drop_failed(result, sampled, base)
-        ended = self._commit(result, sampled, base, plan)
+        ended = self._committer.commit(result, sampled, base, plan)
         if self.pool.index is not None:
-            self._publish(plan)  # before rows end, so that their last blocks are known
+            self._committer.publish(plan)  # before rows end, so that their last blocks are known
         if ended is not None:
             self._end_rows(*ended)
         if t.is_closing.any():
@@ -546,96 +338,6 @@ class EngineCore:
         keep = ~np.isin(sampled, failed)
         return result.select(~np.isin(result.rows, failed)), sampled[keep], base[keep]
 
-    def _commit(self, result: StepResult, sampled: IntRows, base: IntRows, plan: StepPlan) -> _Ended | None:
-        """Write the new tokens into the books. Returns the rows that ended, their last tokens, and which hit a stop."""
-        t = self.table
-        if result.prompt_logprobs:
-            self.outputs.add_prompt_logprobs(result.prompt_logprobs)
-        if not sampled.size:
-            return None
-        assert result.rows is sampled or np.array_equal(result.rows, sampled), "results come in plan order"
-        if t.is_closing.any():
-            alive = ~t.is_closing[sampled]
-            if not alive.all():
-                result, sampled, base = result.select(alive), sampled[alive], base[alive]
-        if result.token_ids.shape[1] == 1:
-            return self._commit_one(result, sampled, base, result.token_ids[:, 0])
-        return self._commit_many(result, sampled, base, plan)
-
-    def _commit_one(self, result: StepResult, rows: IntRows, base: IntRows, tokens: IntRows) -> _Ended | None:
-        """One new token a row: the plain decode step."""
-        t = self.table
-        t.token_ids[rows, base] = tokens
-        stopped = (t.stop_ids[rows] == tokens[:, None]).any(1)
-        ended = stopped | (base + 1 >= t.max_tokens[rows])
-        self.counters.generation_tokens += rows.size
-        self.outputs.add_tokens(rows, None, tokens, result.logprobs)
-        if self._max_drafts:
-            t.num_drafts[rows] = result.num_drafts
-        self._note_first_tokens(rows)
-        return (rows[ended], tokens[ended], stopped[ended]) if ended.any() else None
-
-    def _commit_many(self, result: StepResult, rows: IntRows, base: IntRows, plan: StepPlan) -> _Ended | None:
-        """Accepted drafts and the token after them, cut at the first stop."""
-        t, tokens, num_new = self.table, result.token_ids, result.num_new
-        width = tokens.shape[1]
-        column = np.arange(width, dtype=np.int32)
-        valid = column < num_new[:, None]
-        drafted = np.zeros(len(t.requests), np.int32)
-        drafted[plan.rows] = plan.num_drafts
-        rejected = drafted[rows] - (num_new - 1)
-        self.counters.drafted += int(drafted[rows].sum())
-        self.counters.accepted += int((num_new - 1).sum())
-        self.counters.drafted_at[: width - 1] += (column[:-1] < drafted[rows][:, None]).sum(0)
-        self.counters.accepted_at[: width - 1] += (column[1:] < num_new[:, None]).sum(0)
-        is_stop = (t.stop_ids[rows][:, None, :] == tokens[:, :, None]).any(2) & valid
-        at_limit = (base[:, None] + column + 1 >= t.max_tokens[rows][:, None]) & valid
-        end = is_stop | at_limit
-        ended = end.any(1)
-        num_kept = np.where(ended, end.argmax(1) + 1, num_new).astype(np.int32)
-        kept = column < num_kept[:, None]
-        which, at = np.nonzero(kept)
-        t.token_ids[rows[which], base[which] + at] = tokens[kept]
-        t.num_tokens[rows] += num_kept - 1
-        t.num_computed[rows] -= rejected + (num_new - num_kept)
-        t.num_drafts[rows] = result.num_drafts
-        self.counters.generation_tokens += int(num_kept.sum())
-        if not ended.any():
-            num_kept = num_new
-        self.outputs.add_tokens(rows, num_kept, tokens[kept], result.logprobs)
-        self._note_first_tokens(rows)
-        if not ended.any():
-            return None
-        index, last = np.nonzero(ended)[0], num_kept[ended] - 1
-        return rows[ended], tokens[index, last], is_stop[index, last]
-
-    def _note_first_tokens(self, rows: IntRows) -> None:
-        t = self.table
-        first = rows[t.awaits_first[rows]]
-        if first.size:
-            t.awaits_first[first] = False
-            now = self._clock()
-            for row in first.tolist():
-                t.request(row).first_token_s = now
-
-    def _publish(self, plan: StepPlan) -> None:
-        """Blocks that became full and verified enter the prefix index. Loops over rows that filled one, only."""
-        t, index, rows = self.table, self.pool.index, plan.rows
-        assert index is not None, "called with an index only"
-        verified = np.minimum(plan.num_computed + plan.num_tokens, t.num_tokens[rows] - 1 - (t.in_flight[rows] > 0))
-        full = verified // self._block_size
-        filled = full > t.num_published[rows]
-        if not filled.any():
-            return
-        for row, count in zip(rows[filled].tolist(), full[filled].tolist(), strict=True):
-            request = t.requests[row]
-            if request is None or t.is_closing[row]:
-                continue
-            tokens = t.token_ids[row, : count * self._block_size]
-            start = int(t.num_published[row])
-            index.publish(request.key, tokens, t.block_table[0, row, :count], start, request.block_key)
-            t.num_published[row] = count
-
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _end_rows(self, rows: IntRows, tokens: IntRows, stopped: NDArray[np.bool_]) -> None:
@@ -669,13 +371,7 @@ class EngineCore:
             self._vacate(row)
 
     def _vacate(self, row: int) -> None:
-        t = self.table
-        request = t.request(row)
-        self.pool.release(t.blocks(row).copy())
-        self.admission.release(request, preempted=request.key in self._requests)
-        t.is_closing[row] = False
-        t.free(row)
-        self._changes.removed.append(row)
+        self._planner.vacate(row, preempted=False)
 
     def _expire(self, now: float) -> None:
         late = [request for request in self._requests.values() if request.deadline_s <= now]

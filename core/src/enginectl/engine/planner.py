@@ -1,0 +1,302 @@
+"""Planning a step: who advances by how many tokens, and the blocks, slots and rows for it.
+
+The policy proposes (`Scheduler.grant`, `candidates`, `victims`), core disposes: it gives blocks, admits and preempts.
+Differences for the runner are collected here until the next plan carries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginectl.engine.admission import Admission
+from enginectl.engine.batch import RowTable
+from enginectl.engine.counters import Counters
+from enginectl.engine.ledger import BlockPool
+from enginectl.engine.request import Request
+from enginectl.engine.speculation import SpeculationController
+from enginectl.interfaces.executor import NewRow, StepPlan
+from enginectl.interfaces.scheduler import Scheduler, StepBudget
+from enginectl.types import FinishReason
+
+IntRows = NDArray[np.int32]
+_NO_ROWS = np.zeros(0, np.int32)
+
+
+class EndRequest(Protocol):
+    """Ends a request that waits: it was wrong, or what it needs is gone."""
+
+    def __call__(self, request: Request, reason: FinishReason, *, error: str | None, refused: bool) -> None: ...
+
+
+@dataclass(slots=True)
+class _Changes:
+    """Differences collected for the next plan."""
+
+    removed: list[int] = field(default_factory=list)
+    added: list[NewRow] = field(default_factory=list)
+    block_rows: list[IntRows] = field(default_factory=list)
+    block_columns: list[IntRows] = field(default_factory=list)
+    block_ids: list[IntRows] = field(default_factory=list)
+
+
+class Planner:
+    """Makes step plans over the row table. The rest of the loop shares `table`, `pool` and `counters` with it.
+
+    overlaps: steps may be in flight while the next is planned. num_lookahead, speculation: see `EngineCore`.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        table: RowTable,
+        admission: Admission,
+        counters: Counters,
+        budget: StepBudget,
+        block_size: int,
+        max_drafts: int,
+        num_lookahead: int,
+        speculation: SpeculationController | None,
+        overlaps: bool,
+        end: EndRequest,
+    ) -> None:
+        self.scheduler = scheduler
+        self.pool = pool
+        self.table = table
+        self.admission = admission
+        self.counters = counters
+        self.budget = budget
+        self._block_size = block_size
+        self._max_drafts = max_drafts
+        self._num_lookahead = num_lookahead
+        self._speculation = speculation
+        self._overlaps = overlaps
+        self._end = end
+        self._changes = _Changes()
+        # Bound once: the step makes no attribute chains through replaceable parts.
+        self._grant = scheduler.grant
+
+    def plan(self, now: float, drain: Callable[[], None], *, must_drain: bool) -> StepPlan | None:
+        """The next step, or None if nobody can advance. Blocks are given, rows admitted and preempted on the way.
+
+        drain: retires the steps in flight. must_drain: drafts are in flight, and how many were accepted, or are
+        proposed, decides what comes next.
+        """
+        if must_drain:
+            drain()
+        counts = self._grant_running(now)
+        if counts is None:  # blocks ran out and steps are in flight: their rows must come back first
+            drain()
+            counts = self._grant_running(now)
+            assert counts is not None, "nothing is in flight"
+        rows = self.table.order
+        left = self._left_for_prompts(counts)
+        if left > 0 and self.table.num_free_rows and len(self.scheduler):
+            admitted = self._admit(left, now)
+            if admitted:
+                counts = np.append(counts, np.array(admitted, np.int32))
+                rows = self.table.order
+        if not rows.size:
+            return None
+        active = counts > 0
+        if not active.all():
+            rows, counts = rows[active], counts[active]
+            if not rows.size:
+                return None
+        return self._make_plan(rows, counts)
+
+    def _left_for_prompts(self, counts: IntRows) -> int:
+        """Tokens that requests which are admitted now may read in this step."""
+        budget = self.budget
+        left = budget.num_tokens - int(counts.sum())
+        if budget.max_prefill is None:
+            return left
+        reads = counts > budget.max_decode
+        decodes = bool((counts[~reads] > 0).any())
+        return min(left, budget.max_prefill - int(counts[reads].sum())) if decodes else left
+
+    def _grant_running(self, now: float) -> IntRows | None:
+        """Tokens each running row advances, with blocks for them; None if steps in flight must be retired first."""
+        t, ahead = self.table, self._num_lookahead
+        while True:
+            rows = t.order
+            if not rows.size:
+                return _NO_ROWS
+            pending = t.num_tokens[rows] + t.num_drafts[rows] - t.num_computed[rows]
+            if self._overlaps:
+                pending[t.num_tokens[rows] >= t.max_tokens[rows]] = 0  # its last token is on the way
+            running = t.running(pending)
+            self.budget.num_free_rows = t.num_free_rows
+            counts = self._grant(running, self.budget, now)
+            ends = t.num_computed[rows] + counts
+            if ahead:  # slots for what the speculator computes behind the verified tokens
+                ends = np.maximum(np.minimum(ends + ahead, t.max_tokens[rows]), ends)
+            short = (ends + (self._block_size - 1)) // self._block_size - t.num_blocks[rows]
+            np.maximum(short, 0, out=short)
+            wanted = int(short.sum())
+            if wanted == 0:
+                return counts
+            if wanted <= self.pool.num_available:
+                needy = short > 0
+                self._give_blocks(rows[needy], short[needy])
+                return counts
+            if ahead:  # drafts are a bonus: nobody waits or is preempted for them
+                ahead = 0
+                continue
+            if t.in_flight.any():
+                return None
+            if t.num_drafts[rows].any():
+                t.num_drafts[rows] = 0
+                continue
+            self._preempt(int(self.scheduler.victims(running, now)[0]), now)
+
+    def _give_blocks(self, rows: IntRows, short: IntRows) -> None:
+        t = self.table
+        ids = self.pool.take(int(short.sum()))
+        columns = t.num_blocks[rows]
+        if short.max() > 1:
+            first = np.repeat(np.cumsum(short) - short, short)
+            columns = (np.repeat(columns, short) + np.arange(ids.size) - first).astype(np.int32)
+            t.num_blocks[rows] += short
+            rows = np.repeat(rows, short)
+        else:
+            t.num_blocks[rows] += 1
+        self._set_blocks(rows, columns, ids)
+
+    def _set_blocks(self, rows: IntRows, columns: IntRows, ids: IntRows) -> None:
+        self.table.block_table[:, rows, columns] = ids
+        self._changes.block_rows.append(rows)
+        self._changes.block_columns.append(columns)
+        self._changes.block_ids.append(ids)
+
+    def _preempt(self, index: int, now: float) -> None:
+        """The victim gives up its row and blocks and waits again; it recomputes from its tokens when it resumes."""
+        t = self.table
+        row = int(t.order[index])
+        request = t.request(row)
+        request.token_ids = t.token_ids[row, : t.num_tokens[row]].copy()
+        request.num_preemptions += 1
+        self.counters.preemptions += 1
+        t.close(row)
+        self.vacate(row, preempted=True)
+        self.scheduler.finished(request, now)
+        self.scheduler.add(request, resumed=True)
+
+    def _admit(self, budget: int, now: float) -> list[int]:
+        """Give rows to waiting requests while tokens, rows and blocks last. Returns their token counts."""
+        t, counts = self.table, []
+        owed = self._blocks_owed(t.order)
+        for request in self.scheduler.candidates(now):
+            grant = self.admission.try_acquire(request, min(budget, self.budget.max_chunk), len(t.order), owed)
+            if isinstance(grant, str):
+                if grant == "error":
+                    refused = self.admission.is_refusal and request.num_preemptions == 0
+                    self._end(request, FinishReason.ERROR, error=self.admission.error, refused=refused)
+                    continue
+                if self.scheduler.refused(request, grant, now):
+                    continue
+                break
+            self.scheduler.remove(request)
+            row = t.add(request)
+            self._place(request, row, grant.num_cached, grant.blocks, now)
+            owed += self._blocks_owed(t.order[-1:])
+            counts.append(grant.num_tokens)
+            budget -= grant.num_tokens
+            if budget <= 0 or not t.num_free_rows:
+                break
+        return counts
+
+    def _blocks_owed(self, rows: IntRows) -> int:
+        """Blocks that these rows still need for the tokens they have: prompts that are being caught up with."""
+        t = self.table
+        short = (t.num_tokens[rows] + (self._block_size - 1)) // self._block_size - t.num_blocks[rows]
+        return int(np.maximum(short, 0).sum())
+
+    def _place(self, request: Request, row: int, num_cached: int, blocks: IntRows, now: float) -> None:
+        t = self.table
+        t.num_computed[row] = num_cached
+        t.num_blocks[row] = blocks.size
+        t.num_published[row] = num_cached // self._block_size
+        self._set_blocks(np.full(blocks.size, row, np.int32), np.arange(blocks.size, dtype=np.int32), blocks)
+        if request.num_preemptions == 0:
+            request.scheduled_s = now
+            request.num_cached_tokens = num_cached
+            self.counters.prompt_tokens += request.prompt_len
+        spec = request.spec
+        t.draft_limit[row] = self.admission.draft_limit(spec.params)
+        if self._speculation is not None:
+            self._speculation.open_row(row, spec.params)
+        grammar = request.grammar.result() if request.grammar is not None else None
+        self._changes.added.append(
+            NewRow(
+                row=row,
+                request_id=spec.request_id,
+                token_ids=request.token_ids,
+                prompt_len=request.prompt_len,
+                params=spec.params,
+                seed=spec.seed,
+                choice=spec.choice,
+                eos_token_ids=spec.eos_token_ids,
+                adapter_slot=request.adapter_slot,
+                grammar=grammar,
+            )
+        )
+
+    def _make_plan(self, rows: IntRows, counts: IntRows) -> StepPlan:
+        t = self.table
+        single = counts == 1
+        if not single.all():
+            order = np.argsort(~single, kind="stable")
+            rows, counts = rows[order], counts[order]
+        computed = t.num_computed[rows]
+        drafts = computed + counts - t.num_tokens[rows]  # < 0 while the prompt is being caught up with
+        samples = drafts >= 0
+        np.maximum(drafts, 0, out=drafts)
+        limits = t.draft_limit[rows]
+        if self._max_drafts:
+            room = t.max_tokens[rows] - t.num_tokens[rows] - drafts - 2
+            limits = np.clip(room, 0, limits).astype(np.int32)
+            if self._speculation is not None:
+                limits = self._draft_limits(self._speculation, rows, counts, samples, limits)
+        plan = StepPlan(rows, computed, counts, drafts, samples, limits)
+        changes = self._changes
+        if changes.removed or changes.added or changes.block_ids:
+            plan.removed, plan.added = changes.removed, changes.added
+            if changes.block_ids:
+                plan.block_rows = np.concatenate(changes.block_rows)
+                plan.block_columns = np.concatenate(changes.block_columns)
+                plan.block_ids = np.concatenate(changes.block_ids)[None]
+            self._changes = _Changes()
+        return plan
+
+    def _draft_limits(
+        self,
+        speculation: SpeculationController,
+        rows: IntRows,
+        counts: IntRows,
+        samples: NDArray[np.bool_],
+        room: IntRows,
+    ) -> IntRows:
+        """What the controller gives the rows that sample; prompts that go on, or wait, fill the next step too."""
+        if samples.all():
+            waits = len(self.scheduler) and self.table.num_free_rows
+            return speculation.limits(rows, room, self.budget.num_tokens if waits else 0)
+        limits = np.zeros_like(room)
+        limits[samples] = speculation.limits(rows[samples], room[samples], int(counts[~samples].sum()))
+        return limits
+
+    def vacate(self, row: int, *, preempted: bool) -> None:
+        """Nobody runs in this row any more: give back its blocks and slot, and tell the runner."""
+        t = self.table
+        request = t.request(row)
+        self.pool.release(t.blocks(row).copy())
+        self.admission.release(request, preempted=preempted)
+        t.is_closing[row] = False
+        t.free(row)
+        self._changes.removed.append(row)
