@@ -7,19 +7,16 @@ from typing import Annotated
 
 import typer
 
+from enginectl.cli.bench_serve import bench_serve_command
 from enginectl.errors import UsageError
 
 
 def bench_app() -> typer.Typer:
     """The commands below `enginectl bench`."""
     app = typer.Typer(help="Measure a running server.", no_args_is_help=True, pretty_exceptions_enable=False)
+    app.command("serve")(bench_serve_command)
     app.command("fit")(fit_command)
-    app.callback()(_bench)  # a group, although it has one command
     return app
-
-
-def _bench() -> None:
-    """Measure a running server."""
 
 
 def fit_command(
