@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from enginectl.builtin.native.head import PlainHead
 from enginectl.builtin.ops_torch import TorchOpSet
 from enginectl.interfaces.attention import AttentionBackend
 from enginectl.interfaces.model import LayerSpec
-from enginectl.interfaces.ops import Block, BlockSpec, BlockWeights, Head, OpSet
+from enginectl.interfaces.ops import Block, BlockSpec, BlockWeights, Head, Op, OpSet
 from enginectl.testing.paging import Pages
 
 NUM_LAYERS, VOCAB_SIZE, BLOCK_SIZE = 30, 49_152, 16
@@ -49,6 +50,12 @@ def least(run: Callable[[], object], *, seconds: float) -> float:
 def noise(*shape: int) -> torch.Tensor:
     """Numbers that keep a deep model's rows near unit size."""
     return torch.randn(shape).mul_(0.05).to(DTYPE)
+
+
+def call_each(ops: list[Op], x: torch.Tensor) -> None:
+    """So many that a cache does not hold their weights."""
+    for op in ops:
+        op(x)
 
 
 def op_set(name: str) -> OpSet:
@@ -81,7 +88,7 @@ def bench_gemm(name: str, seconds: float) -> Iterator[Row]:
     linears = [ops.linear(noise(3072, 576), None) for _ in range(copies)]
     for rows in (1, 4, 8, 32, 256):
         x = noise(rows, 576)
-        spent = least(lambda x=x: [linear(x) for linear in linears], seconds=seconds) / copies
+        spent = least(partial(call_each, linears, x), seconds=seconds) / copies
         yield {
             "what": f"linear 576 → 3072, {rows} rows",
             "us": spent * 1e6,
@@ -107,7 +114,7 @@ def bench_attention(name: str, seconds: float) -> Iterator[Row]:
             backend.write_kv(0, noise(before, 3, 64), noise(before, 3, 64), backend.prepare(batch))
         plan = backend.prepare(pages.advance(work))
         q = noise(sum(count for _, count in work), 9, 64)
-        yield {"what": what, "us": least(lambda b=backend, q=q, p=plan: b.attend(0, q, p), seconds=seconds) * 1e6}
+        yield {"what": what, "us": least(partial(backend.attend, 0, q, plan), seconds=seconds) * 1e6}
 
 
 class Stack:
@@ -139,6 +146,7 @@ class Stack:
 
     def step(self, hidden: torch.Tensor, plan: Any, cos: torch.Tensor, sin: torch.Tensor, keep: torch.Tensor) -> None:
         """What a native model does, and the head's greedy tokens."""
+        hidden = hidden.clone()
         for i, block in enumerate(self.blocks):
             q, k, v = block.before(hidden, cos, sin)
             self.backend.write_kv(i, k, v, plan)
@@ -167,9 +175,8 @@ def bench_step(name: str, seconds: float) -> Iterator[Row]:
         angles = torch.rand(batch.num_tokens, SPEC.rotary_dim)
         cos, sin, hidden = angles.cos(), angles.sin(), noise(batch.num_tokens, SPEC.hidden_size)
         keep = batch.query_start[1:].long() - 1
-        run = lambda h=hidden, p=plan, c=cos, s=sin, k=keep: stack.step(h.clone(), p, c, s, k)  # noqa: E731
         with torch.inference_mode():
-            spent = least(run, seconds=seconds)
+            spent = least(partial(stack.step, hidden, plan, cos, sin, keep), seconds=seconds)
         yield {"what": what, "us": spent * 1e6, "tokens_per_s": batch.num_tokens / spent}
 
 
@@ -189,9 +196,15 @@ def main() -> None:
         for row in parts[part](args.op_set, args.seconds):
             rows.append(row)
             if not args.json:
-                print(f"{row['what']:32}", *(f"{key} {value:,.1f}" for key, value in row.items() if key != "what"), sep="  ")
+                print(
+                    f"{row['what']:32}",
+                    *(f"{key} {value:,.1f}" for key, value in row.items() if key != "what"),
+                    sep="  ",
+                )
     if args.json:
-        print(json.dumps({"threads": args.threads, "op_set": args.op_set, "dtype": "bfloat16", "results": rows}, indent=1))
+        print(
+            json.dumps({"threads": args.threads, "op_set": args.op_set, "dtype": "bfloat16", "results": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

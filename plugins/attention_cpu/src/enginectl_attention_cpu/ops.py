@@ -26,6 +26,13 @@ class CpuOpSet(OpSet):
         self.library = library or load_library()
         self.handle = made(self.library.ectl_op_set(num_threads or torch.get_num_threads()), "the op set")
         weakref.finalize(self, self.library.ectl_op_set_free, self.handle)
+        self._rooms: dict[tuple[int, int, int, torch.dtype], QkvRoom] = {}
+
+    def room(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> QkvRoom:
+        """Where every block of this shape puts q, k and v: one place, so that it stays in the cache."""
+        return self._rooms.setdefault(
+            (num_heads, num_kv_heads, head_dim, dtype), QkvRoom(num_heads, num_kv_heads, head_dim, dtype)
+        )
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Op:
         """Packed in groups of 32 output columns."""
@@ -95,8 +102,24 @@ class CpuNorm:
         return out
 
 
+class QkvRoom:
+    """q, k and v of as many rows as the last step had, one after another in each row."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self._num_heads, self._num_qk = num_heads, num_heads + num_kv_heads
+        self._shape = (num_heads + 2 * num_kv_heads, head_dim)
+        self._dtype = dtype
+        self.resize(0)
+
+    def resize(self, num_rows: int) -> None:
+        """Make room for this many rows, in place of the last."""
+        qkv = torch.empty((num_rows, *self._shape), dtype=self._dtype)
+        self.num_rows, self.address = num_rows, qkv.data_ptr()
+        self.views = (qkv[:, : self._num_heads], qkv[:, self._num_heads : self._num_qk], qkv[:, self._num_qk :])
+
+
 class CpuBlock(Block):
-    """A layer in two calls. What `before` returns is valid until this block's next call."""
+    """A layer in two calls. What `before` returns is valid until the next `before` of any block of this op set."""
 
     def __init__(self, ops: CpuOpSet, spec: BlockSpec, weights: BlockWeights) -> None:
         self.linears = {}
@@ -124,22 +147,15 @@ class CpuBlock(Block):
         weakref.finalize(self, ops.library.ectl_block_free, self._handle, code)
         self._before = ops.library.ectl_block_before
         self._after = ops.library.ectl_block_after
-        self._dtype = dtype
-        self._heads = spec.num_heads
-        self._num_qk = spec.num_heads + spec.num_kv_heads
-        self._shape = (self._num_qk + spec.num_kv_heads, spec.head_dim)
-        self._num_rows = -1
-        self._address = 0
-        self._views: tuple[Tensor, Tensor, Tensor] | None = None
+        self._room = ops.room(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype)
 
     def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Norm, projection, norms of q and k, RoPE. cos and sin are contiguous."""
         if not hidden.is_contiguous():
             hidden = hidden.contiguous()
-        num_rows = hidden.shape[0]
-        if num_rows != self._num_rows or self._views is None:
-            self._make_room(num_rows)
-            assert self._views is not None, "made above"
+        num_rows, room = hidden.shape[0], self._room
+        if num_rows != room.num_rows:
+            room.resize(num_rows)
         status = self._before(
             self._ops.handle,
             self._handle,
@@ -148,16 +164,11 @@ class CpuBlock(Block):
             cos.data_ptr(),
             sin.data_ptr(),
             num_rows,
-            self._address,
+            room.address,
         )
         if status:
             check(status)
-        return self._views
-
-    def _make_room(self, num_rows: int) -> None:
-        qkv = torch.empty((num_rows, *self._shape), dtype=self._dtype)
-        self._num_rows, self._address = num_rows, qkv.data_ptr()
-        self._views = (qkv[:, : self._heads], qkv[:, self._heads : self._num_qk], qkv[:, self._num_qk :])
+        return room.views
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP, each added to `hidden` in place."""

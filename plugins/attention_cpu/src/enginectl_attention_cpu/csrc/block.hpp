@@ -179,7 +179,9 @@ class Block {
                              up = add(up, load(gate_up_.bias + first + g * GROUP + LANES));
                            }
                            gate = rounded<T>(gate);
-                           const F active = rounded<T>(s_.gelu ? gelu_tanh(gate) : silu(gate));
+                           const F active = rounded<T>(s_.gelu                   ? gelu_tanh(gate)
+                                                       : std::is_same_v<T, bf16> ? coarse_silu(gate)
+                                                                                 : silu(gate));
                            store_operand(to + column, mul(active, rounded<T>(up)), m - column, T{});
                          }
                          if (m % per_word && first == 0) to[m] = {};
