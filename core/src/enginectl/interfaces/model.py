@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from enginectl.context import BuildContext
     from enginectl.interfaces.attention import AttentionBackend
+    from enginectl.interfaces.ops import LowRankSlots
     from enginectl.interfaces.weights import Checkpoint
 
 
@@ -79,12 +80,15 @@ class LinearSite:
     connect: `connect(add)`: in steps whose adapter_slots is not None the output becomes `add(rows, out)`, called with
     rows [num_tokens, in_size] and out [num_tokens, sum(out_sizes)], which it may change in place and return. Other steps
     run as if nothing were connected.
+    low_rank: `low_rank(num_slots, max_rank)`, where the model adds low-rank products itself, faster: what is written to
+    the slots is added in steps whose adapter_slots name them. A site is used in one of the two ways.
     """
 
     modules: tuple[str, ...]
     in_size: int
     out_sizes: tuple[int, ...]
     connect: Callable[[Callable[[Tensor, Tensor], Tensor]], None]
+    low_rank: Callable[[int, int], LowRankSlots] | None = None
 
 
 class Model(ABC):

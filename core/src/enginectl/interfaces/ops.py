@@ -8,7 +8,7 @@ in native code) for the structures it knows, and otherwise offers linears and no
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,12 +82,23 @@ class BlockWeights:
     shared_gate: Tensor | None = None
 
 
+class LowRankSlots(ABC):
+    """What adapters add to one linear of a block, by slot: up @ (down @ row), for each row with that slot."""
+
+    @abstractmethod
+    def write(self, slot: int, parts: Sequence[tuple[Tensor, Tensor] | None] | None) -> None:
+        """Replace what a slot holds; None, or a None in it, adds nothing. No row of a step in flight uses the slot.
+
+        parts: (down [rank, in], up [out, rank]) of each part of the output.
+        """
+
+
 class Block(ABC):
     """One decoder layer without its attention.
 
     linears: qkv, output and, in a dense MLP, gate_up and down, looked up at each call: for adapters, core makes shallow
-    copies of blocks that have other linears. A block that does its linears in one piece has none, and where adapters
-    serve core builds blocks that have them.
+    copies of blocks that have other linears. A block that does its linears in one piece has none; where
+    adapters serve, it is a LowRankBlock, or core builds blocks that have linears.
     """
 
     linears: dict[str, Op]
@@ -108,6 +119,31 @@ class Block(ABC):
 
         attended: [num_tokens, num_heads * head_dim]. Called: once per layer per step.
         """
+
+
+class LowRankBlock(Block):
+    """A block in one piece that takes adapters all the same.
+
+    In steps with adapters `before` and `after` are given `slots`, the slot of each row: int32 [num_tokens], contiguous,
+    -1 for none.
+    """
+
+    @abstractmethod
+    def low_rank(self, linear: str, num_slots: int, max_rank: int, out_sizes: Sequence[int]) -> LowRankSlots:
+        """Room for adapters of one linear, named as in `Block.linears`; out_sizes: of its parts.
+
+        Called: once per linear, after loading.
+        """
+
+    @abstractmethod
+    def before(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Block.before`."""
+
+    @abstractmethod
+    def after(self, hidden: Tensor, attended: Tensor, slots: Tensor | None = None) -> Tensor:
+        """See `Block.after`."""
 
 
 class Head(ABC):

@@ -6,6 +6,7 @@ Every product is accumulated in one order whatever the number of rows and thread
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from ctypes import CDLL, byref
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from enginectl.context import BuildContext
 from enginectl.errors import ConfigError
-from enginectl.interfaces.ops import Block, BlockSpec, BlockWeights, Head, Op, OpSet
+from enginectl.interfaces.ops import Block, BlockSpec, BlockWeights, Head, LowRankBlock, Op, OpSet
 from enginectl_attention_cpu.library import DTYPES, Shape, Weights, check, load_library, made
+from enginectl_attention_cpu.low_rank import CpuLowRank
 
 
 class CpuOpSet(OpSet):
@@ -118,14 +120,14 @@ class QkvRoom:
         self.views = (qkv[:, : self._num_heads], qkv[:, self._num_heads : self._num_qk], qkv[:, self._num_qk :])
 
 
-class CpuBlock(Block):
+class CpuBlock(LowRankBlock):
     """A layer in two calls. What `before` returns is valid until the next `before` of any block of this op set."""
 
     def __init__(self, ops: CpuOpSet, spec: BlockSpec, weights: BlockWeights) -> None:
         self.linears = {}
-        self._ops = ops
-        dtype = weights.qkv.dtype
-        code = self._code = DTYPES[dtype]
+        self.ops = ops
+        self.dtype = dtype = weights.qkv.dtype
+        code = self.code = DTYPES[dtype]
         shape = Shape(
             hidden=spec.hidden_size,
             intermediate=spec.intermediate_size,
@@ -143,13 +145,19 @@ class CpuBlock(Block):
         held = {name: None if t is None else t.to(dtype).contiguous() for name, t in tensors.items()}
         addresses = Weights(**{name: _address(tensor) for name, tensor in held.items()})
         packed = ops.library.ectl_block(ops.handle, code, byref(shape), byref(addresses))
-        self._handle = made(packed, "packed weights")
-        weakref.finalize(self, ops.library.ectl_block_free, self._handle, code)
+        self.handle = made(packed, "packed weights")
+        weakref.finalize(self, ops.library.ectl_block_free, self.handle, code)
         self._before = ops.library.ectl_block_before
         self._after = ops.library.ectl_block_after
         self._room = ops.room(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype)
 
-    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def low_rank(self, linear: str, num_slots: int, max_rank: int, out_sizes: Sequence[int]) -> CpuLowRank:
+        """Room in the op set's memory."""
+        return CpuLowRank(self, linear, num_slots, max_rank, out_sizes)
+
+    def before(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Norm, projection, norms of q and k, RoPE. cos and sin are contiguous."""
         if not hidden.is_contiguous():
             hidden = hidden.contiguous()
@@ -157,25 +165,32 @@ class CpuBlock(Block):
         if num_rows != room.num_rows:
             room.resize(num_rows)
         status = self._before(
-            self._ops.handle,
-            self._handle,
-            self._code,
+            self.ops.handle,
+            self.handle,
+            self.code,
             hidden.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
             num_rows,
             room.address,
+            None if slots is None else slots.data_ptr(),
         )
         if status:
             check(status)
         return room.views
 
-    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def after(self, hidden: Tensor, attended: Tensor, slots: Tensor | None = None) -> Tensor:
         """Output projection and MLP, each added to `hidden` in place."""
         if not (hidden.is_contiguous() and attended.is_contiguous()):
             hidden, attended = hidden.contiguous(), attended.contiguous()
         status = self._after(
-            self._ops.handle, self._handle, self._code, hidden.data_ptr(), attended.data_ptr(), hidden.shape[0]
+            self.ops.handle,
+            self.handle,
+            self.code,
+            hidden.data_ptr(),
+            attended.data_ptr(),
+            hidden.shape[0],
+            None if slots is None else slots.data_ptr(),
         )
         if status:
             check(status)

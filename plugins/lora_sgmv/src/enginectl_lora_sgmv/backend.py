@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from torch import Tensor
 from enginectl.context import BuildContext
 from enginectl.errors import NotFoundError, RequestError, UnsupportedError, unknown
 from enginectl.interfaces.adapter import AdapterBackend, AdapterInfo
-from enginectl.interfaces.model import Model
+from enginectl.interfaces.model import LinearSite, Model
 from enginectl_lora_sgmv.checkpoint import CONFIG, WEIGHTS, AdapterWeights, Target, read_adapter
 from enginectl_lora_sgmv.config import SgmvConfig
 from enginectl_lora_sgmv.library import Library
@@ -24,16 +24,21 @@ from enginectl_lora_sgmv.slots import make_slots
 
 
 class Store(Protocol):
-    """The weights of one linear by slot."""
+    """The weights of one linear by slot, as in `LowRankSlots`."""
 
-    def write(self, slot: int, pairs: Any) -> None:
+    def write(self, slot: int, parts: Parts | None) -> None:
         """Replace what a slot holds."""
+
+
+class AddingStore(Store, Protocol):
+    """A store that adds to the linear's output."""
 
     def add(self, rows: Tensor, out: Tensor, step: Segments) -> Tensor:
         """out + what each row's adapter adds."""
 
 
-MakeStore = Callable[..., Store]
+MakeStore = Callable[..., AddingStore]
+Parts = Sequence[tuple[Tensor, Tensor] | None]
 
 
 class SgmvAdapters(AdapterBackend):
@@ -67,7 +72,9 @@ class SgmvAdapters(AdapterBackend):
         self._clock = clock
         self.table = make_slots(max_loras)
         self._ranks = [0] * max_loras
+        self.sites: Sequence[LinearSite] = ()
         self._stores: list[Store] = []
+        self._needs_segments = False
         self._library: Library | None = None
         self._step: Segments | None = None
 
@@ -79,7 +86,7 @@ class SgmvAdapters(AdapterBackend):
 
     def attach(self, model: Model) -> None:
         """Make room in the slots for each linear. Raises UnsupportedError if the model offers none."""
-        sites = model.linear_sites()
+        sites = self.sites = model.linear_sites()
         if not sites:
             raise UnsupportedError(
                 f"adapter 'sgmv' cannot add to model {model.spec.architecture} ({type(model).__name__}), which offers "
@@ -90,17 +97,19 @@ class SgmvAdapters(AdapterBackend):
         self._library = Library(
             functools.partial(read_adapter, target=target), max_weights=self._max_weights, pinned=self._config.pinned
         )
-        for site in sites:
-            store = self._make_store(
-                len(self.table.slots),
-                self._max_rank,
-                site.in_size,
-                site.out_sizes,
-                dtype=self._dtype,
-                device=self._device,
-            )
-            self._stores.append(store)
-            site.connect(functools.partial(self._add, store.add))
+        self._stores = [self._store(site) for site in sites]
+
+    def _store(self, site: LinearSite) -> Store:
+        """The model's own where it adds low-rank products itself, unless kernels are asked for by name."""
+        num_slots = len(self.table.slots)
+        if site.low_rank is not None and self._config.kernels == "auto":
+            return site.low_rank(num_slots, self._max_rank)
+        self._needs_segments = True
+        store = self._make_store(
+            num_slots, self._max_rank, site.in_size, site.out_sizes, dtype=self._dtype, device=self._device
+        )
+        site.connect(functools.partial(self._add, store.add))
+        return store
 
     def _add(self, add: Callable[[Tensor, Tensor, Segments], Tensor], rows: Tensor, out: Tensor) -> Tensor:
         step = self._step
@@ -209,7 +218,8 @@ class SgmvAdapters(AdapterBackend):
 
     def begin_step(self, slots: Tensor | None) -> None:
         """Order the tokens by slot, once for all linears."""
-        self._step = None if slots is None else segments_of(slots, self._ranks)
+        if self._needs_segments:
+            self._step = None if slots is None else segments_of(slots, self._ranks)
 
 
 def build(ctx: BuildContext) -> SgmvAdapters:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -25,8 +26,7 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _MAX_NAMED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """One module's part. down: [rank, in_size]. up: [out_size, rank], the scale multiplied in."""
 
     down: Tensor

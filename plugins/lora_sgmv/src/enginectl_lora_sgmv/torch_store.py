@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from enginectl_lora_sgmv.checkpoint import Pair
 from enginectl_lora_sgmv.segments import Segments
 
 
@@ -35,16 +34,16 @@ class TorchStore:
         self.down = torch.zeros(num_slots, width, in_size, dtype=dtype, device=device)
         self.up = torch.zeros(num_slots, width, sum(out_sizes), dtype=dtype, device=device)
 
-    def write(self, slot: int, pairs: Sequence[Pair | None] | None) -> None:
+    def write(self, slot: int, parts: Sequence[tuple[Tensor, Tensor] | None] | None) -> None:
         """Replace what a slot holds; None for an adapter that leaves this linear alone."""
         down, up = self.down[slot].zero_(), self.up[slot].zero_()
-        for part, pair in enumerate(pairs or ()):
-            if pair is None:
+        for i, part in enumerate(parts or ()):
+            if part is None:
                 continue
-            rows = slice(part, part + pair.down.shape[0] * self.parts, self.parts)
-            down[rows].copy_(pair.down, non_blocking=True)
-            end = self._ends[part]
-            up[rows, end - self._out_sizes[part] : end].copy_(pair.up.t(), non_blocking=True)
+            rows = slice(i, i + part[0].shape[0] * self.parts, self.parts)
+            down[rows].copy_(part[0], non_blocking=True)
+            end = self._ends[i]
+            up[rows, end - self._out_sizes[i] : end].copy_(part[1].t(), non_blocking=True)
 
     def add(self, rows: Tensor, out: Tensor, step: Segments) -> Tensor:
         """out + what each row's adapter adds. rows: [num_tokens, in_size]; out is changed in place."""

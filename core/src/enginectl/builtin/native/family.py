@@ -15,7 +15,7 @@ from enginectl.builtin.native.weights import Loader, num_parameters
 from enginectl.context import BuildContext
 from enginectl.errors import ModelError
 from enginectl.interfaces.model import ModelFamily, ModelSpec
-from enginectl.interfaces.ops import Block, BlockWeights, OpSet
+from enginectl.interfaces.ops import Block, BlockWeights, LowRankBlock, OpSet
 from enginectl.interfaces.weights import Checkpoint
 
 log = logging.getLogger("enginectl.native")
@@ -51,7 +51,7 @@ class NativeFamily(ModelFamily):
 
         def build_layer(layer: int, weights: BlockWeights) -> None:
             block = ops.block(structure.blocks[layer], weights)
-            if block is None or (ctx.engine.enable_lora and not block.linears):
+            if block is None or (ctx.engine.enable_lora and not (block.linears or isinstance(block, LowRankBlock))):
                 block = PlainBlock(structure.blocks[layer], weights, ops)
             blocks[layer] = block
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from enginectl.builtin.native.config import Structure
 from enginectl.builtin.native.rope import RopeTable
-from enginectl.builtin.native.sites import sites_of
+from enginectl.builtin.native.sites import StepSlots, adaptable, sites_of
 from enginectl.interfaces.attention import AttentionBackend
 from enginectl.interfaces.model import ForwardInput, Kept, LinearSite, Model, ModelSpec
-from enginectl.interfaces.ops import Block, Head
+from enginectl.interfaces.ops import Block, Head, LowRankBlock
 
 
 class NativeModel(Model):
@@ -46,7 +45,8 @@ class NativeModel(Model):
         self._attention: AttentionBackend | None = None
         self._specs = structure.blocks
         self._fused = fused
-        self._adapted: Sequence[Block] = ()
+        self._adapted: list[Block] = []
+        self._slots = StepSlots()
 
     def use_attention(self, attention: AttentionBackend) -> None:
         """Call this backend in every layer from now on."""
@@ -54,12 +54,10 @@ class NativeModel(Model):
 
     def linear_sites(self) -> Sequence[LinearSite]:
         """Every linear but the head and what is in a mixture, where blocks have linears at all."""
-        if not all(block.linears for block in self.blocks):
+        if not all(block.linears or isinstance(block, LowRankBlock) for block in self.blocks):
             return ()
-        self._adapted = views = [copy.copy(block) for block in self.blocks]
-        for view in views:
-            view.linears = dict(view.linears)
-        return sites_of(views, self._specs, self._fused)
+        self._adapted = [adaptable(block, self._slots) for block in self.blocks]
+        return sites_of(self._adapted, self._specs, self._fused)
 
     def forward(self, step: ForwardInput) -> Kept:
         """One packed forward. The last layer finishes only the rows that are kept, before the final norm, except in
@@ -73,7 +71,10 @@ class NativeModel(Model):
             hidden.mul_(self._embedding_scale)
         turns = [rope.at(step.positions) for rope in self._ropes]
         turn_of = [turns[rope] for rope in self._rope_of]
-        blocks = self.blocks if step.adapter_slots is None else self._adapted
+        blocks = self.blocks
+        if step.adapter_slots is not None:
+            assert self._adapted, "a step has adapters, and no backend is attached"
+            blocks, self._slots.of_tokens = self._adapted, step.adapter_slots
         last = len(self.blocks) - 1
         for layer, block in enumerate(blocks[:last]):
             q, k, v = block.before(hidden, *turn_of[layer])

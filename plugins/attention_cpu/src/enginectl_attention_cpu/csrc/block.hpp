@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "low_rank.hpp"
 #include "rows.hpp"
 
 namespace ectl {
@@ -27,7 +28,7 @@ struct Weights {
 struct OpSet {
   Team team;
   Arena arena;
-  Scratch normed, activated, copied, added, partial;
+  Scratch normed, activated, copied, added, partial, low_rank;
   std::mutex busy;  // one call at a time
   explicit OpSet(int num_threads) : team(num_threads) {}
 
@@ -97,18 +98,10 @@ class Block {
   Block(OpSet& set, const Shape& shape, const Weights& from) : set_(set), s_(shape) {
     const int h = s_.hidden, m = s_.intermediate, d = s_.head_dim, heads = s_.num_heads + 2 * s_.num_kv_heads;
     auto t = [](const void* p) { return static_cast<const T*>(p); };
-    auto straight = [](int n) { return [n](int i) { return i < n ? i : -1; }; };
     qkv_ = pack_with_bias(set, t(from.qkv), t(from.qkv_bias), h, heads * d, straight(heads * d));
     output_ = pack_with_bias(set, t(from.output), t(from.output_bias), s_.num_heads * d, h, straight(h));
-    // A group is sixteen gates and the sixteen ups that belong to them.
     const int padded = (m + LANES - 1) / LANES * GROUP;
-    gate_up_ = pack_with_bias(
-        set, t(from.gate_up), t(from.gate_up_bias), h, padded,
-        [m](int i) {
-          const int column = i / GROUP * LANES + i % LANES;
-          return column >= m ? -1 : i % GROUP < LANES ? column : m + column;
-        },
-        2 * m);
+    gate_up_ = pack_with_bias(set, t(from.gate_up), t(from.gate_up_bias), h, padded, gate_up_column(), 2 * m);
     down_ = pack_with_bias(set, t(from.down), t(from.down_bias), m, h, straight(h));
     attention_norm_ = norm(t(from.attention_norm), h);
     attention_post_norm_ = norm(t(from.attention_post_norm), h);
@@ -119,10 +112,25 @@ class Block {
     head_unit_ = std::lcm(d, GROUP) / GROUP;
   }
 
-  // qkv [num_rows, (heads + 2 kv heads) * head_dim]: normalised, projected, normalised by head, turned.
-  void before(const T* hidden, const float* cos, const float* sin, int num_rows, T* qkv) {
+  enum Product { QKV, OUTPUT, GATE_UP, DOWN, NUM_LINEARS };
+
+  // Room for adapters of one linear, whose parts end at these columns.
+  void make_low_rank(int linear, int num_slots, int max_rank, std::vector<int> ends) {
+    const Packed* of[] = {&qkv_, &output_, &gate_up_, &down_};
+    const int k[] = {s_.hidden, s_.num_heads * s_.head_dim, s_.hidden, s_.intermediate};
+    const Packed& w = *of[linear];
+    if (linear == GATE_UP)
+      low_rank_[linear].reset(new LowRank<T>(set_.arena, k[linear], w, num_slots, max_rank, ends, gate_up_column()));
+    else
+      low_rank_[linear].reset(new LowRank<T>(set_.arena, k[linear], w, num_slots, max_rank, ends, straight(w.n)));
+  }
+  LowRank<T>& low_rank(int linear) { return *low_rank_[linear]; }
+
+  // qkv [num_rows, (heads + 2 kv heads) * head_dim]: normalised, projected, normalised by head, turned. slots: of each
+  // row's adapter, or null.
+  void before(const T* hidden, const float* cos, const float* sin, int num_rows, T* qkv, const int32_t* slots) {
     const Rows rows = normed_rows(set_.team, set_.normed, hidden, num_rows, s_.hidden, attention_norm_);
-    multiply_rows<T>(set_, rows, num_rows, qkv_, head_unit_,
+    multiply_adapted(QKV, rows, num_rows, qkv_, head_unit_, slots,
                      [&](int, int from, int count, int first, int groups, float* sums, size_t ld) {
                        const int last = std::min(qkv_.n, first + groups * GROUP);
                        for (int r = 0; r < count; ++r) {
@@ -141,15 +149,40 @@ class Block {
   }
 
   // hidden [num_rows, hidden] becomes the rows after this layer.
-  void after(T* hidden, const T* attended, int num_rows) {
+  void after(T* hidden, const T* attended, int num_rows, const int32_t* slots) {
     const int h = s_.hidden;
     add_half(operand_rows(set_.team, set_.copied, attended, num_rows, s_.num_heads * s_.head_dim), output_, hidden,
-             num_rows, attention_post_norm_);
+             num_rows, attention_post_norm_, OUTPUT, slots);
     const Rows rows = normed_rows(set_.team, set_.normed, hidden, num_rows, h, mlp_norm_);
-    add_half(activated_rows(rows, num_rows), down_, hidden, num_rows, mlp_post_norm_);
+    add_half(activated_rows(rows, num_rows, slots), down_, hidden, num_rows, mlp_post_norm_, DOWN, slots);
   }
 
  private:
+  static auto straight(int n) {
+    return [n](int i) { return i < n ? i : -1; };
+  }
+
+  // A group is sixteen gates and the sixteen ups that belong to them.
+  auto gate_up_column() const {
+    return [m = s_.intermediate](int i) {
+      const int column = i / GROUP * LANES + i % LANES;
+      return column >= m ? -1 : i % GROUP < LANES ? column : m + column;
+    };
+  }
+
+  // Products with what adapters add, where rows have slots.
+  template <class Epilogue>
+  void multiply_adapted(int linear, const Rows& rows, int num_rows, const Packed& w, int unit, const int32_t* slots,
+                        Epilogue&& epilogue) {
+    const LowRank<T>* low = low_rank_[linear].get();
+    const uint32_t* h = slots && low ? low->shrink(set_.team, set_.low_rank, rows, num_rows, slots) : nullptr;
+    multiply_rows<T>(set_, rows, num_rows, w, unit,
+                     [&](int thread, int from, int count, int first, int groups, float* sums, size_t ld) {
+                       if (h != nullptr) low->expand(h, slots, from, count, first / GROUP, groups, sums, ld);
+                       epilogue(thread, from, count, first, groups, sums, ld);
+                     });
+  }
+
   Norm norm(const T* weight, int n) { return {set_.floats(weight, n, s_.plus_one ? 1.0f : 0.0f), s_.eps}; }
 
   void finish_head(float* head, int index, const float* cos, const float* sin) {
@@ -161,12 +194,12 @@ class Block {
   }
 
   // Activation of the gates times the ups, ready to be multiplied.
-  Rows activated_rows(Rows rows, int num_rows) {
+  Rows activated_rows(Rows rows, int num_rows, const int32_t* slots) {
     constexpr int per_word = Operand<T>::per_word;
     const int m = s_.intermediate;
     const size_t row_words = padded_words((m + per_word - 1) / per_word);
     uint32_t* out = set_.activated.take<uint32_t>(row_words * num_rows);
-    multiply_rows<T>(set_, rows, num_rows, gate_up_, 1,
+    multiply_adapted(GATE_UP, rows, num_rows, gate_up_, 1, slots,
                      [&](int, int from, int count, int first, int groups, const float* sums, size_t ld) {
                        for (int r = 0; r < count; ++r) {
                          auto* to = reinterpret_cast<operand<T>*>(out + static_cast<size_t>(from + r) * row_words);
@@ -191,11 +224,12 @@ class Block {
   }
 
   // hidden += scale * norm(rows * w), the norm where there is one.
-  void add_half(Rows rows, const Packed& w, T* hidden, int num_rows, const Norm& post) {
+  void add_half(Rows rows, const Packed& w, T* hidden, int num_rows, const Norm& post, int linear,
+                const int32_t* slots) {
     const int h = s_.hidden;
     const bool direct = post.weight == nullptr;
     T* product = direct ? nullptr : set_.added.take<T>(static_cast<size_t>(num_rows) * h);
-    multiply_rows<T>(set_, rows, num_rows, w, 1,
+    multiply_adapted(linear, rows, num_rows, w, 1, slots,
                      [&](int, int from, int count, int first, int groups, const float* sums, size_t ld) {
                        for (int r = 0; r < count; ++r) {
                          const size_t at = static_cast<size_t>(from + r) * h;
@@ -221,6 +255,7 @@ class Block {
   int head_unit_ = 1;
   Packed qkv_, output_, gate_up_, down_;
   Norm attention_norm_, attention_post_norm_, mlp_norm_, mlp_post_norm_, q_norm_, k_norm_;
+  std::unique_ptr<LowRank<T>> low_rank_[NUM_LINEARS];
 };
 
 template <class T>

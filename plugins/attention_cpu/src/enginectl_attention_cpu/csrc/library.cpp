@@ -91,20 +91,41 @@ void* ectl_block(OpSet* set, int dtype, const Shape* shape, const Weights* weigh
   });
 }
 int ectl_block_before(OpSet* set, void* block, int dtype, const void* hidden, const float* cos, const float* sin,
-                      int num_rows, void* qkv) {
+                      int num_rows, void* qkv, const int32_t* slots) {
   return guarded(set, [&] {
     dispatch(dtype, [&](auto t) {
       using T = decltype(t);
-      static_cast<Block<T>*>(block)->before(static_cast<const T*>(hidden), cos, sin, num_rows, static_cast<T*>(qkv));
+      static_cast<Block<T>*>(block)->before(static_cast<const T*>(hidden), cos, sin, num_rows, static_cast<T*>(qkv),
+                                              slots);
     });
   });
 }
-int ectl_block_after(OpSet* set, void* block, int dtype, void* hidden, const void* attended, int num_rows) {
+int ectl_block_after(OpSet* set, void* block, int dtype, void* hidden, const void* attended, int num_rows,
+                     const int32_t* slots) {
   return guarded(set, [&] {
     dispatch(dtype, [&](auto t) {
       using T = decltype(t);
-      static_cast<Block<T>*>(block)->after(static_cast<T*>(hidden), static_cast<const T*>(attended), num_rows);
+      static_cast<Block<T>*>(block)->after(static_cast<T*>(hidden), static_cast<const T*>(attended), num_rows, slots);
     });
+  });
+}
+int ectl_block_make_low_rank(OpSet* set, void* block, int dtype, int linear, int num_slots, int max_rank, int num_parts,
+                             const int32_t* sizes) {
+  return guarded(set, [&] {
+    dispatch(dtype, [&](auto t) {
+      std::vector<int> ends(sizes, sizes + num_parts);
+      std::partial_sum(ends.begin(), ends.end(), ends.begin());
+      static_cast<Block<decltype(t)>*>(block)->make_low_rank(linear, num_slots, max_rank, std::move(ends));
+    });
+  });
+}
+// May run beside a step in which no row uses the slot.
+void ectl_block_write_low_rank(void* block, int dtype, int linear, int slot, int rank, const void* down,
+                               const void* up) {
+  dispatch(dtype, [&](auto t) {
+    using T = decltype(t);
+    static_cast<Block<T>*>(block)->low_rank(linear).write(slot, rank, static_cast<const T*>(down),
+                                                          static_cast<const T*>(up));
   });
 }
 void ectl_block_free(void* block, int dtype) {
