@@ -9,9 +9,8 @@ import torch
 
 from enginectl.interfaces.adapter import AdapterBackend
 from enginectl.testing.adapter import AdapterConformance, MakeBackend
-from enginectl_lora_sgmv.backend import SgmvAdapters
+from enginectl_lora_sgmv.backend import SgmvAdapters, torch_kernels
 from enginectl_lora_sgmv.config import SgmvConfig
-from enginectl_lora_sgmv.torch_store import TorchStore
 
 
 class TestTorch(AdapterConformance):
@@ -24,7 +23,7 @@ class TestTorch(AdapterConformance):
                 max_cpu_loras=8,
                 dtype=getattr(torch, self.dtype_name),
                 config=SgmvConfig(roots=(str(tmp_path),)),
-                make_store=TorchStore,
+                kernels=torch_kernels(),
             )
 
         return make

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from enginectl.interfaces.model import LinearSite, Model
 from enginectl_lora_sgmv.checkpoint import CONFIG, WEIGHTS, AdapterWeights, Target, read_adapter
 from enginectl_lora_sgmv.config import SgmvConfig
 from enginectl_lora_sgmv.library import Library
-from enginectl_lora_sgmv.segments import Segments, segments_of
 from enginectl_lora_sgmv.slots import make_slots
 
 
@@ -33,11 +32,19 @@ class Store(Protocol):
 class AddingStore(Store, Protocol):
     """A store that adds to the linear's output."""
 
-    def add(self, rows: Tensor, out: Tensor, step: Segments) -> Tensor:
+    def add(self, rows: Tensor, out: Tensor, step: Any) -> Tensor:
         """out + what each row's adapter adds."""
 
 
-MakeStore = Callable[..., AddingStore]
+class Kernels(NamedTuple):
+    """make_store: what holds and adds a linear's adapters. segments: a step's slots and the ranks by slot to what
+    `AddingStore.add` reads.
+    """
+
+    make_store: Callable[..., AddingStore]
+    segments: Callable[[Tensor, Sequence[int]], Any]
+
+
 Parts = Sequence[tuple[Tensor, Tensor] | None]
 
 
@@ -58,7 +65,7 @@ class SgmvAdapters(AdapterBackend):
         device: str = "cpu",
         config: SgmvConfig | None = None,
         trusted: dict[str, str] | None = None,
-        make_store: MakeStore,
+        kernels: Kernels,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config or SgmvConfig()
@@ -68,7 +75,7 @@ class SgmvAdapters(AdapterBackend):
         self._max_weights = max_cpu_loras or max_loras
         self._dtype = dtype
         self._device = device
-        self._make_store = make_store
+        self._kernels = kernels
         self._clock = clock
         self.table = make_slots(max_loras)
         self._ranks = [0] * max_loras
@@ -76,7 +83,7 @@ class SgmvAdapters(AdapterBackend):
         self._stores: list[Store] = []
         self._needs_segments = False
         self._library: Library | None = None
-        self._step: Segments | None = None
+        self._step: Any | None = None
 
     @property
     def library(self) -> Library:
@@ -105,13 +112,13 @@ class SgmvAdapters(AdapterBackend):
         if site.low_rank is not None and self._config.kernels == "auto":
             return site.low_rank(num_slots, self._max_rank)
         self._needs_segments = True
-        store = self._make_store(
+        store = self._kernels.make_store(
             num_slots, self._max_rank, site.in_size, site.out_sizes, dtype=self._dtype, device=self._device
         )
         site.connect(functools.partial(self._add, store.add))
         return store
 
-    def _add(self, add: Callable[[Tensor, Tensor, Segments], Tensor], rows: Tensor, out: Tensor) -> Tensor:
+    def _add(self, add: Callable[[Tensor, Tensor, Any], Tensor], rows: Tensor, out: Tensor) -> Tensor:
         step = self._step
         assert step is not None, "begin_step() was told that nobody uses an adapter"
         return add(rows, out, step)
@@ -219,7 +226,7 @@ class SgmvAdapters(AdapterBackend):
     def begin_step(self, slots: Tensor | None) -> None:
         """Order the tokens by slot, once for all linears."""
         if self._needs_segments:
-            self._step = None if slots is None else segments_of(slots, self._ranks)
+            self._step = None if slots is None else self._kernels.segments(slots, self._ranks)
 
 
 def build(ctx: BuildContext) -> SgmvAdapters:
@@ -234,12 +241,22 @@ def build(ctx: BuildContext) -> SgmvAdapters:
         device=ctx.device,
         config=config,
         trusted=engine.lora_modules,
-        make_store=choose_store(config.kernels, ctx.device),
+        kernels=choose_kernels(config.kernels, ctx.device),
     )
 
 
-def choose_store(kernels: str, device: str) -> MakeStore:
+def choose_kernels(name: str, device: str) -> Kernels:
     """By the option and the device."""
+    if name == "triton" or (name == "auto" and torch.device(device).type == "cuda"):
+        from enginectl_lora_sgmv.triton_store import TritonStore, device_segments
+
+        return Kernels(TritonStore, device_segments)
+    return torch_kernels()
+
+
+def torch_kernels() -> Kernels:
+    """Plain torch, which serves everywhere."""
+    from enginectl_lora_sgmv.segments import segments_of
     from enginectl_lora_sgmv.torch_store import TorchStore
 
-    return TorchStore
+    return Kernels(TorchStore, segments_of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,7 @@ class Segments:
         return len(self.slots) == 1 and self.starts[-1] == self.num_tokens
 
 
-def segments_of(slots: Tensor, ranks: list[int]) -> Segments:
+def segments_of(slots: Tensor, ranks: Sequence[int]) -> Segments:
     """slots: [num_tokens] int32, -1 for none. ranks: by slot."""
     host = slots.cpu().numpy()
     order = np.argsort(host, kind="stable")
