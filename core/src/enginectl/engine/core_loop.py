@@ -67,6 +67,8 @@ class EngineCore:
     max_prefill: most prompt tokens of a step in which rows decode, None for no limit but the budget.
     """
 
+    committer_type = Committer
+
     def __init__(
         self,
         *,
@@ -120,7 +122,7 @@ class EngineCore:
             overlaps=overlap_depth > 0,
             end=self._end,
         )
-        self._committer = Committer(
+        self._committer = self.committer_type(
             table=table,
             outputs=self.outputs,
             counters=self.counters,

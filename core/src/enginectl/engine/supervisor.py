@@ -41,7 +41,7 @@ log = logging.getLogger("enginectl.supervisor")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
 _MAX_CRASHES = 5
 """Deaths in a row, each before the engine served for `_STABLE_S`, after which restarting is given up."""
-_STABLE_S = 60.0
+_STABLE_S = 10.0
 _STOP_TIMEOUT_S = 3.0
 _WATCH_S = 1.0
 _STDERR = 2

@@ -6,6 +6,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from enginectl.engine.commit import Committer
 from enginectl.engine.core_loop import EngineCore
 from enginectl.engine.ledger import BlockPool
 from enginectl.interfaces.executor import StepPlan
@@ -35,15 +36,20 @@ class NoTags(DictPrefixIndex):
         return super()._name(token_ids, end, BlockKey(salt=joined))
 
 
-class PublishesEarly(EngineCore):
-    """Blocks are published as soon as they are computed, drafts included."""
-
-    def _publish(self, plan: StepPlan) -> None:
+class _EarlyCommitter(Committer):
+    def publish(self, plan: StepPlan) -> None:
+        """As if every computed token were verified."""
         t = self.table
         verified = t.num_tokens[plan.rows].copy()
         t.num_tokens[plan.rows] = plan.num_computed + plan.num_tokens + 2
-        super()._publish(plan)
+        super().publish(plan)
         t.num_tokens[plan.rows] = verified
+
+
+class PublishesEarly(EngineCore):
+    """Blocks are published as soon as they are computed, drafts included."""
+
+    committer_type = _EarlyCommitter
 
 
 class PublishesAcrossReloads(EngineCore):
