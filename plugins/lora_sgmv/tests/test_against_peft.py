@@ -28,6 +28,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "r64_regex": {"r": 64, "lora_alpha": 90, "target_modules": r"model\.layers\.[12]\..*\.(k|o|up)_proj"},
 }
 NAMES = (None, *ADAPTERS)
+PATHS = {
+    "native, fused": {"model_family": "native", "op_set": "cpu"},
+    "native, separate": {"model_family": "native", "op_set": "torch"},
+    "transformers": {"model_family": "transformers"},
+}
+"""Ways through the model."""
+
 SMALL: dict[str, Any] = {
     "dtype": "float32",
     "num_threads": 1,
@@ -98,9 +105,9 @@ def check_rest(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("family", ["native", "transformers"])
+@pytest.mark.parametrize("path", PATHS)
 def test_mixed_batch_equals_peft(
-    family: str,
+    path: str,
     depth: int,
     tiny: Callable[[str], Path],
     adapters: dict[str, Path],
@@ -109,8 +116,8 @@ def test_mixed_batch_equals_peft(
     """Chunks, a pool so small that rows are preempted, prefix hits and drafts, all together."""
     options = {
         **SMALL,
-        "model_family": family,
-        "lora_modules": {name: str(path) for name, path in adapters.items()},
+        **PATHS[path],
+        "lora_modules": {name: str(directory) for name, directory in adapters.items()},
         "max_num_seqs": 16,
         "max_num_batched_tokens": 40,
         "num_gpu_blocks_override": 70,
@@ -122,6 +129,8 @@ def test_mixed_batch_equals_peft(
         assert {info.name: info.rank for info in engine.adapters} == {
             name: 33 if name == "r24_patterns" else config["r"] for name, config in ADAPTERS.items()
         }
+        stores = {type(store).__name__ for store in engine._assembled.parts["adapter"]._stores}
+        assert stores == {"CpuLowRank" if path == "native, fused" else "TorchStore"}
         for _ in range(2):
             assert run(engine, speculation=4) == expected
         stats = engine.stats()

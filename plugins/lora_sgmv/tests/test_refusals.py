@@ -203,6 +203,10 @@ def test_an_adapter_of_the_start_that_does_not_load_is_an_error(tiny: Callable[[
 
 
 def test_options_are_checked(tiny: Callable[[str], Path]) -> None:
-    for options, match in (({"max_wait_s": -1}, "max_wait_s"), ({"kernels": "cuda"}, "kernels is 'cuda'")):
+    for options, match in (
+        ({"max_wait_s": -1}, "max_wait_s"),
+        ({"kernels": "cuda"}, "kernels is 'cuda'"),
+        ({"kernels": "triton"}, "needs a GPU"),
+    ):
         with pytest.raises(EnginectlError, match=match):
             Engine(str(tiny("llama")), enable_lora=True, plugin_options={"sgmv": options})

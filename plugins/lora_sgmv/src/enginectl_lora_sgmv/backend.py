@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from enginectl.context import BuildContext
-from enginectl.errors import NotFoundError, RequestError, UnsupportedError, unknown
+from enginectl.errors import ConfigError, NotFoundError, RequestError, UnsupportedError, unknown
 from enginectl.interfaces.adapter import AdapterBackend, AdapterInfo
 from enginectl.interfaces.model import LinearSite, Model
 from enginectl_lora_sgmv.checkpoint import CONFIG, WEIGHTS, AdapterWeights, Target, read_adapter
@@ -248,6 +249,8 @@ def build(ctx: BuildContext) -> SgmvAdapters:
 def choose_kernels(name: str, device: str) -> Kernels:
     """By the option and the device."""
     if name == "triton" or (name == "auto" and torch.device(device).type == "cuda"):
+        if torch.device(device).type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError(f"--sgmv.kernels triton needs a GPU, and this engine computes on {device!r}; use auto")
         from enginectl_lora_sgmv.triton_store import TritonStore, device_segments
 
         return Kernels(TritonStore, device_segments)

@@ -43,18 +43,22 @@ class Tiles:
     num_warps: int = 4
 
 
-def shrink_tiles(num_tokens: int, width: int, in_size: int) -> Tiles:
-    """A few tokens are cut along the inputs, so that more than one program works on them."""
-    columns = min(64, max(16, triton.next_power_of_2(width)))
+def shrink_tiles(num_tokens: int, width: int, in_size: int, *, itemsize: int) -> Tiles:
+    """A few tokens are cut along the inputs, so that more than one program works on them. fp32 products take more
+    registers: their tiles are small.
+    """
+    columns = min(32 if itemsize == 4 else 64, max(16, triton.next_power_of_2(width)))
     if num_tokens <= 64:
-        return Tiles(16, columns, 128, min(8, max(1, in_size // 512)))
-    return Tiles(32, columns, 64, 1)
+        return Tiles(16, columns, 64 if itemsize == 4 else 128, min(8, max(1, in_size // 512)))
+    return Tiles(16, columns, 32, 1) if itemsize == 4 else Tiles(32, columns, 64, 1)
 
 
-def expand_tiles(num_tokens: int, rank: int) -> Tiles:
+def expand_tiles(num_tokens: int, rank: int, *, itemsize: int) -> Tiles:
     """Here the inputs are the ranks."""
-    ranks = min(64, max(16, triton.next_power_of_2(rank)))
-    return Tiles(16, 128, ranks, 1) if num_tokens <= 64 else Tiles(32, 128, ranks, 1)
+    ranks = min(16 if itemsize == 4 else 64, max(16, triton.next_power_of_2(rank)))
+    if itemsize == 4:
+        return Tiles(16, 64, ranks, 1)
+    return Tiles(16 if num_tokens <= 64 else 32, 128, ranks, 1)
 
 
 class TritonStore:
@@ -92,7 +96,7 @@ class TritonStore:
         n = step.num_tokens
         assert rows.shape[0] == n, f"{rows.shape[0]} rows in a step of {n} tokens"
         assert rows.stride(1) == out.stride(1) == 1, "elements of a row lie side by side"
-        tiles = shrink_tiles(n, self._width, self._in_size)
+        tiles = shrink_tiles(n, self._width, self._in_size, itemsize=rows.element_size())
         ranked = torch.empty(tiles.splits, n, self._width, dtype=torch.float32, device=rows.device)
         split_stride = n * self._width
         launch: Any = shrink_kernel[
@@ -115,7 +119,7 @@ class TritonStore:
             BLOCK_K=tiles.inputs,
             num_warps=tiles.num_warps,
         )
-        splits, tiles = tiles.splits, expand_tiles(n, self._rank)
+        splits, tiles = tiles.splits, expand_tiles(n, self._rank, itemsize=rows.element_size())
         launch = expand_kernel[
             triton.cdiv(n, tiles.rows) + self._num_slots,
             triton.cdiv(max(self._out_sizes), tiles.columns),
