@@ -221,6 +221,7 @@ def test_a_plugins_own_section_is_typed_and_strict(install: Install) -> None:
     class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_drafts: int = 4
         method: str = "a"
+        roots: tuple[str, ...] = ()
     @hookimpl
     def enginectl_sampler():
         return [Provider(Role.SAMPLER, "opt", "m:f", config=Options)]
@@ -230,7 +231,11 @@ def test_a_plugins_own_section_is_typed_and_strict(install: Install) -> None:
     plugin = host.plugins["opt"]
     assert host.options(plugin, {}).num_drafts == 4
     options = host.options(plugin, {"opt": {"num-drafts": "7", "method": "b"}})
-    assert msgspec.structs.asdict(options) == {"num_drafts": 7, "method": "b"}
+    assert msgspec.structs.asdict(options) == {"num_drafts": 7, "method": "b", "roots": ()}
+    for text, found in (("/a", ("/a",)), ("/a,/b", ("/a", "/b")), ('["/a,b"]', ("/a,b",)), (["/c"], ("/c",))):
+        assert host.options(plugin, {"opt": {"roots": text}}).roots == found
+    with pytest.raises(ConfigError, match=r"\[plugins\.opt\].*roots"):
+        host.options(plugin, {"opt": {"roots": '["/a'}})
     with pytest.raises(ConfigError, match=r"\[plugins\.opt\].*no option named 'num_draft'; did you mean 'num_drafts'"):
         host.options(plugin, {"opt": {"num_draft": 1}})
     with pytest.raises(ConfigError, match=r"\[plugins\.opt\].*num_drafts"):

@@ -6,6 +6,7 @@ One host per engine and nothing module-global, so two engines in one process may
 from __future__ import annotations
 
 import logging
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -271,7 +272,8 @@ class PluginHost:
             for key in values:
                 if key not in config.__struct_fields__:
                     raise ConfigError(f"[plugins.{plugin.name}]: " + unknown("option", key, config.__struct_fields__))
-            return msgspec.convert(values, config, strict=False)
+            kinds = {field.name: field.type for field in msgspec.structs.fields(config)}
+            return msgspec.convert({k: _listed(v, kinds[k]) for k, v in values.items()}, config, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"[plugins.{plugin.name}]: {error}") from error
 
@@ -329,3 +331,15 @@ def _discovery_order(point: EntryPoint) -> tuple[bool, str, str]:
 
 def _flag(role: Role) -> str:
     return role.value.replace("_", "-")
+
+
+def _listed(value: Any, kind: Any) -> Any:
+    """A list that was given as text on the command line or in a variable: JSON, or separated by commas."""
+    if not isinstance(value, str) or typing.get_origin(kind) not in (tuple, list):
+        return value
+    if not value.lstrip().startswith("["):
+        return value.split(",")
+    try:
+        return msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return value  # the error names the option and what is expected

@@ -81,7 +81,7 @@ class LinearSite:
     rows [num_tokens, in_size] and out [num_tokens, sum(out_sizes)], which it may change in place and return. Other steps
     run as if nothing were connected.
     low_rank: `low_rank(num_slots, max_rank)`, where the model adds low-rank products itself, faster: what is written to
-    the slots is added in steps whose adapter_slots name them. A site is used in one of the two ways.
+    the slots is added in steps whose adapter_slots name them. Otherwise None, and `connect` is the way.
     """
 
     modules: tuple[str, ...]

@@ -108,9 +108,9 @@ class SgmvAdapters(AdapterBackend):
         self._stores = [self._store(site) for site in sites]
 
     def _store(self, site: LinearSite) -> Store:
-        """The model's own where it adds low-rank products itself, unless kernels are asked for by name."""
+        """The model's own where it adds low-rank products itself."""
         num_slots = len(self.table.slots)
-        if site.low_rank is not None and self._config.kernels == "auto":
+        if site.low_rank is not None:
             return site.low_rank(num_slots, self._max_rank)
         self._needs_segments = True
         store = self._kernels.make_store(

@@ -9,7 +9,8 @@ class SgmvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """roots: directories that adapters may be loaded from at run time; none, and nothing is loaded at run time. Adapters
     named by --lora-modules may lie anywhere. pinned: names whose weights stay in host memory. max_wait_s: when an adapter
     has waited this long for a slot, one that is in use takes no more rows, and goes to it when its rows are done.
-    kernels: auto (triton on a GPU, torch on a CPU), torch, triton.
+    kernels: auto (triton on a GPU, torch on a CPU), torch, triton; of no matter where the model adds low-rank products
+    itself.
     """
 
     roots: tuple[str, ...] = ()
