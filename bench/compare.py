@@ -133,6 +133,8 @@ def main() -> None:
         for turn in range(args.rounds + 1):  # the first is a warm-up
             for worker in workers:
                 worker.run(name, batches[name], table[name][2], count=turn > 0)
+                if turn:
+                    print(f"{name} {worker.name}: {worker.rates[name][-1]:.1f} tokens/s", file=sys.stderr, flush=True)
     report(workers, names, as_json=args.json)
     for worker in workers:
         worker.close()

@@ -15,7 +15,8 @@ def make(model: str, options: dict[str, str]) -> Generate:
 
     values: dict[str, object] = {"max_num_seqs": 256, "max_model_len": 2048}
     for key, text in options.items():
-        values[key] = int(text) if text.lstrip("-").isdigit() else text
+        words = {"true": True, "false": False}
+        values[key] = int(text) if text.lstrip("-").isdigit() else words.get(text.lower(), text)
     engine = Engine(model, **values)
 
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
