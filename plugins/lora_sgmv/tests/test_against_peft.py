@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from enginectl import Engine, SamplingParams
+from enginectl.machine import detect_machine
 from enginectl.testing.tiny_adapters import ATTENTION, MLP, Tokens, peft_greedy, save_adapter
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -114,6 +115,10 @@ def test_mixed_batch_equals_peft(
     expected: dict[str | None, Tokens],
 ) -> None:
     """Chunks, a pool so small that rows are preempted, prefix hits and drafts, all together."""
+    if path == "native, fused":
+        hooks = pytest.importorskip("enginectl_attention_cpu.hooks", reason="its blocks are fused")
+        if (reason := hooks.unsupported(detect_machine())) is not None:
+            pytest.skip(reason)
     options = {
         **SMALL,
         **PATHS[path],
