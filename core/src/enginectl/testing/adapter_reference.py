@@ -5,6 +5,7 @@ Weights are kept in float64 as they lie in the checkpoint; each token is compute
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -136,7 +137,7 @@ class LoopAdapters(AdapterBackend):
     def attach(self, model: Model) -> None:
         """Loop over the tokens behind each linear."""
         for index, site in enumerate(model.linear_sites()):
-            site.connect(lambda rows, out, index=index: self.add(index, rows, out))
+            site.connect(functools.partial(self.add, index))
 
     def add(self, site: int, rows: Tensor, out: Tensor) -> Tensor:
         """The definition."""
