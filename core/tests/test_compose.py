@@ -210,3 +210,10 @@ def test_a_failed_start_names_the_model_that_cannot_run(tmp_path: Path) -> None:
     (path / "config.json").write_text(config)
     with pytest.raises(ModelError, match="rwkv"):
         small(path)
+
+
+def test_the_budget_of_a_cpu_is_small_though_the_device_was_auto(tiny_llama: Path) -> None:
+    """A step of 8,192 tokens takes seconds on a CPU and stalls every stream: the budget was chosen before the device."""
+    with small(tiny_llama, max_num_batched_tokens=None) as engine:
+        assert engine.config.device == "cpu"
+        assert engine.config.max_num_batched_tokens == engine.info.max_num_batched_tokens == 256

@@ -214,14 +214,12 @@ class Composer:
         check_capabilities(self.chosen, spec, ctx)
         if self.attention:
             check_capabilities({Role.ATTENTION: self.attention["decode"]}, spec, ctx)
-        config = resolve_lengths(config, spec, None)
+        config = resolve_lengths(msgspec.structs.replace(config, device=ctx.device), spec, None)
         kv_dtype = ctx.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         if kv_dtype != ctx.dtype:
             raise ConfigError(f"--kv-cache-dtype {kv_dtype}: the attention backend stores {ctx.dtype} here; use auto")
         adapters = Role.ADAPTER in self.chosen or Role.ADAPTER.value in self.overrides
-        config = msgspec.structs.replace(
-            config, kv_cache_dtype=kv_dtype, dtype=ctx.dtype, device=ctx.device, enable_lora=adapters
-        )
+        config = msgspec.structs.replace(config, kv_cache_dtype=kv_dtype, dtype=ctx.dtype, enable_lora=adapters)
         return ctx.with_(engine=config, model_spec=spec)
 
     def _open(self) -> Checkpoint:
