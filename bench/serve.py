@@ -27,7 +27,8 @@ from enginectl.loadtest.report import Summary, first_failures, report, table
 from enginectl.loadtest.run import Plan, Run, load_test
 from enginectl.loadtest.target import parse_target
 
-SHARED = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
+SHARED = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "256")
+"""What both are told. Each keeps its own token budget of a step: how much a prompt may hold up others is its choice."""
 
 
 def parse(given: list[str]) -> argparse.Namespace:
