@@ -47,7 +47,8 @@ class Committer:
         """Write the new tokens into the books. Returns the rows that ended, their last tokens, and which hit a stop."""
         t = self.table
         if result.prompt_logprobs:
-            self.outputs.add_prompt_logprobs(result.prompt_logprobs)
+            first = dict(zip(plan.rows.tolist(), plan.num_computed.tolist(), strict=True))
+            self.outputs.add_prompt_logprobs(result.prompt_logprobs, first)
         if not sampled.size:
             return None
         assert result.rows is sampled or np.array_equal(result.rows, sampled), "results come in plan order"

@@ -53,10 +53,19 @@ class OutputBuilder:
                 kept = logprobs[row][: 1 if counts is None else int(counts[i])]
                 self._logprobs.append(KeyedLogprobs(int(self._table.keys[row]), tuple(kept)))
 
-    def add_prompt_logprobs(self, entries: Mapping[int, list[TokenLogprobs]]) -> None:
-        """Entries of prompt positions computed in this step."""
+    def add_prompt_logprobs(self, entries: Mapping[int, list[TokenLogprobs]], first: Mapping[int, int]) -> None:
+        """Entries of prompt positions computed in this step, by row. first: where each row's step began.
+
+        A prompt that was preempted while it was read is read again from its start: what was sent is not sent twice.
+        """
         for row, values in entries.items():
-            self._prompt_logprobs.append(KeyedLogprobs(int(self._table.keys[row]), tuple(values)))
+            request = self._table.requests[row]
+            if request is None:
+                continue  # its step failed
+            fresh = values[max(request.num_prompt_logprobs - first[row], 0) :]
+            if fresh:
+                request.num_prompt_logprobs += len(fresh)
+                self._prompt_logprobs.append(KeyedLogprobs(request.key, tuple(fresh)))
 
     def finish(
         self,

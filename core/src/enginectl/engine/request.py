@@ -14,7 +14,7 @@ from enginectl.types import EngineRequest, Timings
 
 class Request:
     """What the loop keeps of a choice. While it runs, its row's arrays are the truth; `token_ids` is brought up to
-    date when it is preempted. row is -1 while it waits.
+    date when it is preempted. row is -1 while it waits. num_prompt_logprobs: entries of its prompt that were sent.
     """
 
     __slots__ = (
@@ -26,7 +26,7 @@ class Request:
         "key",
         "num_cached_tokens",
         "num_preemptions",
-        "num_published",
+        "num_prompt_logprobs",
         "prompt_len",
         "row",
         "scheduled_s",
@@ -44,7 +44,7 @@ class Request:
         self.grammar: Future[GrammarMatcher] | None = None
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        self.num_published = 0
+        self.num_prompt_logprobs = 0
         self.scheduled_s = 0.0
         self.first_token_s = 0.0
         self.deadline_s = spec.arrival_s + spec.timeout_s if spec.timeout_s is not None else float("inf")
