@@ -8,6 +8,7 @@ import pytest
 from enginectl.errors import EngineDeadError
 from enginectl.testing.dict_index import DictPrefixIndex
 from enginectl.testing.free_executor import free_core, free_request, free_tokens
+from enginectl.testing.toys import ConstantAdapters
 from enginectl.types import FinishReason
 
 VOCAB = 64
@@ -92,6 +93,23 @@ def test_a_prompt_that_is_being_read_keeps_the_blocks_it_needs() -> None:
     loop.run()
     assert len(loop.answers.finished) == 3
     assert loop.core.stats().num_preemptions == 0
+
+
+def test_an_adapter_without_a_slot_is_asked_for_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request that waited for the same slot cost a prefix match in every step."""
+    toy = ConstantAdapters(1, "", num_slots=1)
+    toy.load("one", "0")
+    toy.load("two", "1")
+    loop = free_core(adapters=toy)
+    for key in range(40):
+        loop.core.add(free_request(key, prompt(4, key), 3, adapter="one" if key == 0 else "two"))
+    asked: list[str] = []
+    acquire = toy.acquire
+    monkeypatch.setattr(toy, "acquire", lambda name: asked.append(name) or acquire(name))
+    loop.step()
+    assert asked == ["one", "two"]
+    loop.run()
+    assert all(loop.answers.finished[key].reason is FinishReason.LENGTH for key in range(40))
 
 
 def test_a_check_that_breaks_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

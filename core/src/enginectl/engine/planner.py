@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from enginectl.engine.admission import Admission
+from enginectl.engine.admission import Admission, Grant
 from enginectl.engine.batch import RowTable
 from enginectl.engine.counters import Counters
 from enginectl.engine.ledger import BlockPool
@@ -192,9 +192,15 @@ class Planner:
         """Give rows to waiting requests while tokens, rows and blocks last. Returns their token counts."""
         t, counts = self.table, []
         owed = self._blocks_owed(t.order)
+        no_slot: set[str | None] = set()  # nobody gives a slot back in here: who asked in vain asks once
         for request in self.scheduler.candidates(now):
-            grant = self.admission.try_acquire(request, min(budget, self.budget.max_chunk), len(t.order), owed)
+            if request.spec.adapter in no_slot:
+                grant: Grant | str = "adapter"
+            else:
+                grant = self.admission.try_acquire(request, min(budget, self.budget.max_chunk), len(t.order), owed)
             if isinstance(grant, str):
+                if grant == "adapter":
+                    no_slot.add(request.spec.adapter)
                 if grant == "error":
                     refused = self.admission.is_refusal and request.num_preemptions == 0
                     self._end(request, FinishReason.ERROR, error=self.admission.error, refused=refused)
