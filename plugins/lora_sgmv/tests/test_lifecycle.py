@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from enginectl import Engine, SamplingParams
 from enginectl.engine.router import Ticket
-from enginectl.errors import NotFoundError
+from enginectl.errors import NotFoundError, RequestError
 from enginectl.testing.tiny_adapters import greedy, save_adapter
 from enginectl.testing.tiny_models import save_tiny_model, tiny_model
 
@@ -293,6 +293,23 @@ def test_files_that_changed_are_not_read_again_in_silence(
         assert engine.generate([prompt], SIGN, adapter="other")[0].error is None
         engine.load_adapter("mine", str(copy), replace=True)
         assert engine.generate([prompt], SIGN, adapter="mine")[0].error is None
+
+
+def test_what_was_read_for_a_refused_load_is_not_used_later(
+    tiny: Callable[[str], Path], versions: list[Path], signatures: list[list[int]], root: Path, prompt: list[int]
+) -> None:
+    """Weights read ahead for a name that was taken stayed in memory, and a later load in place served them as new."""
+    copy = shutil.copytree(versions[0], root / "refused")
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "num_threads": 1}
+    options |= {"plugin_options": {"sgmv": {"roots": [str(root)]}}}
+    with Engine(str(tiny("llama")), enable_lora=True, **options) as engine:
+        engine.load_adapter("mine", str(copy))
+        with pytest.raises(RequestError, match="is loaded"):
+            engine.load_adapter("mine", str(copy))
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            shutil.copy(versions[5] / name, copy)
+        engine.load_adapter("mine", str(copy), replace=True)
+        assert list(engine.generate([prompt], SIGN, adapter="mine")[0].outputs[0].token_ids) == signatures[5]
 
 
 def test_pinned_adapters_stay_in_host_memory(tiny: Callable[[str], Path], versions: list[Path], root: Path) -> None:

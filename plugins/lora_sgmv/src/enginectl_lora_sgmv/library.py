@@ -58,9 +58,10 @@ class Library:
         return None if known is None else known.info
 
     def check_free(self, name: str, *, replace: bool) -> None:
-        """Raise RequestError if the name is taken, or, to replace it, unknown."""
+        """Raise RequestError if the name is taken and is not to be replaced. What was read for it is dropped."""
         taken = name in self._known and not self._known[name].is_leaving
         if taken and not replace:
+            self._ahead = {key: reading for key, reading in self._ahead.items() if key[0] != name}
             raise RequestError(
                 f"adapter {name!r} is loaded, from {self._known[name].info.path!r}; give another name, or load it in "
                 "place (load_inplace)",
