@@ -18,8 +18,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from enginectl.builtin.weights import build_gguf
 from enginectl.builtin.weights.gguf import GGUFCheckpoint, GGUFSource
 from enginectl.builtin.weights.gguf_cache import GGUFCache, cache_root
+from enginectl.config import EngineConfig
+from enginectl.context import BuildContext, Machine
 from enginectl.errors import ConfigError, ModelError
 
 SHAPE: dict[str, Any] = {
@@ -291,6 +294,15 @@ def test_eos_is_a_set(tmp_path: Path) -> None:
     checkpoint = GGUFSource().open(tmp_path / "m.gguf")
     assert checkpoint.generation_config == {"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": [2, 7, 9]}
     assert checkpoint.config["eos_token_id"] == [2, 7, 9]
+
+
+@pytest.mark.parametrize(("asked", "used"), [(None, 3), (2, 2)])
+def test_no_more_threads_dequantise_than_may_compute(asked: int | None, used: int) -> None:
+    """`num_threads` was ignored while weights were decoded."""
+    machine = Machine(num_cores=3, memory_bytes=1 << 30, cpu_flags=frozenset())
+    source = build_gguf(BuildContext(EngineConfig(model="", num_threads=asked), machine))
+    assert isinstance(source, GGUFSource)
+    assert source._num_threads == used
 
 
 def test_paths(tmp_path: Path) -> None:

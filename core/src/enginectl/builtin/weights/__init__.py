@@ -20,4 +20,7 @@ def build_gguf(ctx: BuildContext) -> WeightsSource:
     """Factory of the `gguf` provider. Quantised files dequantise straight to the dtype the configuration names."""
     from enginectl.builtin.weights.gguf import GGUFSource
 
-    return GGUFSource(dtype=None if ctx.engine.dtype == "auto" else ctx.engine.dtype, num_threads=ctx.machine.num_cores)
+    return GGUFSource(
+        dtype=None if ctx.engine.dtype == "auto" else ctx.engine.dtype,
+        num_threads=ctx.engine.num_threads or ctx.machine.num_cores,
+    )
