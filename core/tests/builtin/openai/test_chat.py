@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from enginectl.builtin.openai.answers import ChatAnswer, ChatChunk
 from enginectl.config import EngineConfig
 from enginectl.errors import EngineDeadError, OverloadedError, RequestError
-from enginectl.testing.fake_client import FakeClient, fake_info, say
+from enginectl.testing.fake_client import ByteTokenizer, FakeClient, fake_info, say
 from enginectl.types import FinishReason, OutputChunk
 
 URL = "/v1/chat/completions"
@@ -364,3 +365,23 @@ async def test_priority_is_refused_where_the_scheduler_ignores_it(
         response = await http.post(URL, json={"messages": HI, "priority": 1})
         assert response.json()["error"]["param"] == "priority"
         assert (await http.post(URL, json={"messages": HI, "priority": 0})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"documents": [{"text": "a"}]}, {"chat_template_kwargs": {"x": 1}}, {"chat_template": "{{ messages }}"}],
+)
+async def test_what_is_not_in_the_messages_is_rendered_off_the_loop(
+    fields: dict[str, Any], http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents of any length were rendered on the event loop: only messages counted."""
+    threads: list[str] = []
+    render = ByteTokenizer.apply_chat_template
+
+    def watched(*args: Any, **kwargs: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(*args, **kwargs)
+
+    monkeypatch.setattr(ByteTokenizer, "apply_chat_template", watched)
+    await http.post(URL, json={"messages": HI, **fields})
+    assert [name == threading.main_thread().name for name in threads] == [not fields]

@@ -72,6 +72,7 @@ async def test_a_wrong_prompt_is_a_400(client: FakeClient, connect: Callable[...
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"truncate_prompt_tokens": 300}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused(http: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:

@@ -87,8 +87,9 @@ class Prompts:
         assert body.messages is not None, "the caller has checked that there are messages"
         encode_chat = with_text(self._tokenizer).encode_chat
         messages = prepare_messages(body.messages)
-        # What a caller's own template costs is unknown: never on the loop.
-        size = INLINE_CHARS + 1 if body.chat_template is not None else num_chars(messages)
+        # What a caller's own template costs, and how long what it is given beside messages, is unknown: never on the loop.
+        is_unknown = body.chat_template or body.chat_template_kwargs or body.documents or body.tools
+        size = INLINE_CHARS + 1 if is_unknown else num_chars(messages)
         text = await off_loop(size, self._render, body, messages)
         # Only an explicit false leaves out what belongs in front of every text; it is never put there twice.
         options = {"add_special_tokens": False} if body.add_special_tokens is False else {}
@@ -141,6 +142,12 @@ def fit(
     """
     room = info.max_model_len - (max_tokens or 1)
     if truncate is not None:
+        if truncate == 0:
+            raise RequestError(
+                "truncate_prompt_tokens is 0, which leaves nothing of the prompt; give a number above 0, or -1 for what "
+                "fits",
+                param="truncate_prompt_tokens",
+            )
         keep = room if truncate == -1 else truncate
         if keep > info.max_model_len:
             raise RequestError(
