@@ -82,3 +82,18 @@ def test_observers_see_steps_and_ends(tiny_llama: str) -> None:
     assert witness.num_steps == sorted(witness.num_steps)
     assert len(witness.num_steps) >= 3
     assert [ended.usage.completion_tokens for ended in witness.ended] == [3, 3]
+
+
+def test_two_batches_of_one_engine_may_be_read_in_turns(tiny_llama: str) -> None:
+    """A step that one of them runs has news for the other; each result comes once."""
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    with Engine(tiny_llama, **TINY) as engine:
+        batches = [engine.generate_as_completed([[5, 6 + i] for i in range(9)], params) for _ in range(2)]
+        found: list[list[int]] = [[], []]
+        for _ in range(9):
+            for mine, batch in zip(found, batches, strict=True):
+                index, output = next(batch)
+                assert len(output.outputs[0].token_ids) == 3
+                mine.append(index)
+        assert [next(batch, None) for batch in batches] == [None, None]
+    assert [sorted(mine) for mine in found] == [list(range(9))] * 2

@@ -8,6 +8,7 @@ print(out.outputs[0].text)
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -184,10 +185,16 @@ class Engine:
         requests = self._requests(prompts, params, fields)
         open_tickets = {ticket: i for i, ticket in enumerate(self._submit(requests))}
         collected: dict[Ticket, list[OutputChunk]] = {ticket: [] for ticket in open_tickets}
+        news: list[Ticket] = []
+        for ticket in open_tickets:
+            ticket.wake = functools.partial(news.append, ticket)
         try:
             while open_tickets:
                 self._step()
-                for ticket in [t for t in open_tickets if t.pending or t.is_done]:
+                woken, news[:] = dict.fromkeys(news), []
+                for ticket in woken:  # thousands may wait; those that run have news
+                    if ticket not in open_tickets:
+                        continue
                     collected[ticket] += ticket.take()
                     if ticket.is_done:
                         yield open_tickets.pop(ticket), assemble(ticket, collected.pop(ticket))
