@@ -380,17 +380,20 @@ class LocalRunner(Executor):
         self, raw: torch.Tensor, rows: IntRows, widths: IntRows, tokens: IntRows, num_new: IntRows
     ) -> dict[int, list[TokenLogprobs]]:
         """One entry a verified token, for the rows that asked; from the logits before any processor."""
-        found: dict[int, list[TokenLogprobs]] = {}
-        start = 0
-        for i, row in enumerate(rows.tolist()):
-            top = int(self.rows.num_logprobs[row])
-            if top < 0:
-                continue
-            count, width = int(num_new[i]), int(widths[i])
-            chosen = tokens[i, :count].astype(np.int64)
-            found[row] = token_logprobs(raw[start : start + count], chosen, [top] * count)
-            start += width
-        return found
+        num_top = self.rows.num_logprobs[rows]
+        asked = np.flatnonzero(num_top >= 0)
+        counts, own = num_new[asked], widths[asked]
+        ends = np.cumsum(counts)
+        if (own != 1).any():  # rows of rejected drafts are left out
+            first = np.cumsum(own) - own
+            at = np.arange(int(ends[-1])) + np.repeat(first - (ends - counts), counts)
+            raw = raw[torch.from_numpy(at).to(raw.device)]
+        chosen = tokens[asked][np.arange(tokens.shape[1]) < counts[:, None]]
+        entries = token_logprobs(raw, chosen.astype(np.int64), np.repeat(num_top[asked], counts))
+        starts = (ends - counts).tolist()
+        return {
+            row: entries[start:end] for row, start, end in zip(rows[asked].tolist(), starts, ends.tolist(), strict=True)
+        }
 
     def _prompt_logprobs(self, packed: Packed, kept: Kept) -> dict[int, list[TokenLogprobs]]:
         """Entries for prompt positions first + 1 … first + count of each row that asked."""
