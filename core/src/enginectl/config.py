@@ -25,7 +25,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     use. num_gpu_blocks_override: exact number of KV blocks, whatever the memory.
     enable_prefix_caching: None means on when a prefix-index plugin is installed.
     prefix_caching_hash_algo: sha256, sha256_cbor, xxhash, xxhash_cbor. scheduling_policy: a scheduler's name.
-    overlap_depth: 0 runs host and device in turn; 1 prepares the next step while the device works; auto chooses.
+    overlap_depth: 0 runs host and device in turn; 1 prepares the next step while the device works; auto is 0.
     seed: base of the seeds drawn for requests that bring none; None draws it from the system.
     num_threads: compute threads on a CPU, auto is the cores the process may use.
     plugins: entry points that must load and serve. only_plugins: hide every other plugin that is not core's.

@@ -30,7 +30,7 @@ Messages: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1)]
 Words: TypeAlias = Annotated[list[NonEmpty], Meta(max_length=256)]
 
 NO_EFFECT = {
-    "user": "who asks; nothing is recorded",
+    "user": "who asks; nothing is recorded, and only the fair scheduler reads it, as the tenant where there are no keys",
     "safety_identifier": "who asks; nothing is recorded",
     "metadata": "labels for stored answers; nothing is stored",
     "store": "answers are never stored",
