@@ -105,7 +105,12 @@ def test_an_adapter_without_a_slot_is_asked_for_once_a_step(monkeypatch: pytest.
         loop.core.add(free_request(key, prompt(4, key), 3, adapter="one" if key == 0 else "two"))
     asked: list[str] = []
     acquire = toy.acquire
-    monkeypatch.setattr(toy, "acquire", lambda name: asked.append(name) or acquire(name))
+
+    def counted(name: str) -> int | None:
+        asked.append(name)
+        return acquire(name)
+
+    monkeypatch.setattr(toy, "acquire", counted)
     loop.step()
     assert asked == ["one", "two"]
     loop.run()
