@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -159,12 +161,36 @@ def _report(layout: KVLayout, config: EngineConfig, spec: ModelSpec, bytes_per_b
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """EOS is a set: generation_config's and the configuration's, in that order."""
+    """EOS is a set: generation_config's, the configuration's and the tokenizer's, in that order."""
     found: list[int] = []
     for source in (checkpoint.generation_config, checkpoint.config):
         value = source.get("eos_token_id")
         found += value if isinstance(value, list) else [] if value is None else [value]
+    directory = checkpoint.tokenizer_dir()
+    if directory is not None:
+        found += _tokenizer_eos(directory)
     return tuple(dict.fromkeys(int(token) for token in found))
+
+
+def _tokenizer_eos(directory: Path) -> list[int]:
+    """The id of the token that tokenizer_config.json calls eos_token; empty if it names none that is in the vocabulary."""
+    named = _read_json(directory / "tokenizer_config.json")
+    token = named.get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        return []
+    added = [(int(number), entry) for number, entry in named.get("added_tokens_decoder", {}).items()]
+    if not added:
+        added = [(entry["id"], entry) for entry in _read_json(directory / "tokenizer.json").get("added_tokens", [])]
+    return [number for number, entry in added if entry.get("content") == content]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def sampling_defaults(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
