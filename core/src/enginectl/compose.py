@@ -20,6 +20,7 @@ from enginectl.engine.deferred import DeferredExecutor
 from enginectl.engine.grammar import GrammarHost
 from enginectl.engine.ledger import BlockPool
 from enginectl.engine.phased_attention import PhasedAttention
+from enginectl.engine.threads import leave_cores_to
 from enginectl.engine.speculation import SpeculationController
 from enginectl.errors import ConfigError, ModelError, PluginError, RequestError, UnsupportedError
 from enginectl.interfaces.adapter import AdapterBackend
@@ -114,6 +115,7 @@ class Composer:
         model.use_attention(attention)
         ctx.parts["attention"] = attention
         speculator: Speculator | None = self._build(Role.SPECULATOR, ctx.with_(load_model=self._loader(ctx)))
+        leave_cores_to(ctx.parts.get("op_set"))
         ctx.parts["speculator"] = speculator
         ctx.parts["adapter"] = self._build_adapters(ctx, model)
         self.progress("sizing the KV pool")

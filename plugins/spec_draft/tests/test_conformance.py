@@ -34,6 +34,7 @@ class TestDraft(SpeculatorConformance):
                 plugin_options={"draft": draft},
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
+                max_num_batched_tokens=4096,  # every row is read to its end at once
                 block_size=BLOCK_SIZE,
                 dtype="float32",
             )

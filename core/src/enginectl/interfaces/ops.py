@@ -165,6 +165,8 @@ class OpSet(ABC):
     """
 
     batch_invariant: bool = False
+    has_own_threads: bool = False
+    """It computes on threads of its own, sized when it is built; torch keeps one."""
 
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None) -> Op:

@@ -23,6 +23,7 @@ class CpuOpSet(OpSet):
     """Packed linears, norms, fused blocks and the head on a CPU."""
 
     batch_invariant = True
+    has_own_threads = True
 
     def __init__(self, num_threads: int | None = None, *, library: CDLL | None = None) -> None:
         self.library = library or load_library()
