@@ -1,6 +1,6 @@
 """Write a GGUF model as a Hugging Face directory, dequantised, so that peers load the same weights.
 
-    python bench/export_hf.py MODEL.gguf DIRECTORY [--dtype bfloat16]
+python bench/export_hf.py MODEL.gguf DIRECTORY [--dtype bfloat16]
 """
 
 from __future__ import annotations

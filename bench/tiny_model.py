@@ -1,6 +1,6 @@
 """The model of host cost: 2 layers, hidden 64, 4/2 heads x 32, intermediate 128, vocabulary 49,152, random bf16.
 
-    python bench/tiny_model.py DIRECTORY --tokenizer DIRECTORY_WITH_TOKENIZER
+python bench/tiny_model.py DIRECTORY --tokenizer DIRECTORY_WITH_TOKENIZER
 """
 
 from __future__ import annotations

@@ -34,9 +34,7 @@ def make_scheduler(model: str, num_seqs: int) -> Any:
     num_blocks = num_seqs * 128 + 16
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    kv = KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-    )
+    kv = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     return Scheduler(
         vllm_config=config,
         kv_cache_config=kv,

@@ -31,7 +31,12 @@ def test_greedy_equals_hugging_face(
     """Law 1: mixed prompts batched together, chunked by a small budget or not, at both overlap depths."""
     asked = prompts(12)
     with Engine(
-        str(tiny(name)), max_num_seqs=8, max_num_batched_tokens=budget, overlap_depth=depth, block_size=4, dtype="float32"
+        str(tiny(name)),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        overlap_depth=depth,
+        block_size=4,
+        dtype="float32",
     ) as engine:
         outputs = engine.generate(asked, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
         assert engine.stats().num_blocks_in_use == 0
