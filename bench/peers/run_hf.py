@@ -6,7 +6,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from protocol import Generate, serve  # noqa: E402
+from protocol import Generate, serve
 
 
 def make(model: str, options: dict[str, str]) -> Generate:

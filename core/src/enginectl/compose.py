@@ -20,8 +20,8 @@ from enginectl.engine.deferred import DeferredExecutor
 from enginectl.engine.grammar import GrammarHost
 from enginectl.engine.ledger import BlockPool
 from enginectl.engine.phased_attention import PhasedAttention
-from enginectl.engine.threads import leave_cores_to
 from enginectl.engine.speculation import SpeculationController
+from enginectl.engine.threads import leave_cores_to
 from enginectl.errors import ConfigError, ModelError, PluginError, RequestError, UnsupportedError
 from enginectl.interfaces.adapter import AdapterBackend
 from enginectl.interfaces.attention import AttentionBackend
