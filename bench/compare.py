@@ -46,15 +46,16 @@ class Worker:
     def start(cls, name: str, python: str, script: str, model: str, threads: int, *options: str) -> Worker:
         """Load the engine and wait until it is ready."""
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        log = open(f"{os.environ.get('BENCH_LOGS', '/dev')}/{'null' if 'BENCH_LOGS' not in os.environ else name}", "w")
-        process = subprocess.Popen(
-            [python, str(HERE / "peers" / script), model, *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=env,
-        )
+        logs = os.environ.get("BENCH_LOGS")
+        with Path(logs, name).open("w") if logs else Path(os.devnull).open("w") as log:
+            process = subprocess.Popen(
+                [python, str(HERE / "peers" / script), model, *options],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=env,
+            )
         worker = cls(name, process)
         worker.ready_s = worker._read()["ready_s"]
         return worker

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC
-
 from enginectl.types import EngineStats, FinishedRequest
 
 
-class Observer(ABC):
+class Observer:
     """Lives on the API side. Both methods must return quickly and may not raise."""
 
     def on_stats(self, stats: EngineStats) -> None:
