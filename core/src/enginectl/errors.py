@@ -92,5 +92,5 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def unknown(kind: str, word: str, known: Iterable[str], *, hint: str = "") -> str:
     """The message for a name nobody knows: what was asked, the nearest name, what exists, what to do."""
     names = sorted(known)
-    message = f"no {kind} named {word!r}{nearest(word, names)} known: {', '.join(names) or 'none'}"
+    message = f"no {kind} named {word!r}{nearest(word, names) or ';'} known: {', '.join(names) or 'none'}"
     return f"{message}. {hint}" if hint else message
