@@ -254,7 +254,9 @@ def test_factories_make_room_for_max_num_seqs(factory: Any, kind: type[RowParts]
 
 def test_min_tokens_takes_the_eos_set_from_the_checkpoint() -> None:
     """Law 14b."""
-    checkpoint = SimpleNamespace(generation_config={"eos_token_id": [7, 2]}, config={"eos_token_id": 5}, tokenizer_dir=lambda: None)
+    checkpoint = SimpleNamespace(
+        generation_config={"eos_token_id": [7, 2]}, config={"eos_token_id": 5}, tokenizer_dir=lambda: None
+    )
     for context, ends in ((_context(checkpoint=checkpoint), [2, 5, 7]), (_context(), [])):
         processor = sampling.build_min_tokens(context)
         add(processor, 4, SamplingParams(min_tokens=9))
