@@ -2,7 +2,7 @@
 
     python bench/gpu/check.py --out results/              all sections, those already there left out
     python bench/gpu/check.py --out results/ --sections kernels,rooflines --again
-    python bench/gpu/check.py --out /tmp/dry --dry-run    every section's host side, on a CPU
+    python bench/gpu/check.py --out dry --dry-run    every section's host side, on a CPU
 
 Each section runs in a process of its own, so that a fault in one leaves the others, and writes OUT/SECTION.json. The
 table over all of them comes last and is written to OUT/table.md. How to prepare the folders: README.md beside this file.

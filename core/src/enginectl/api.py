@@ -22,6 +22,7 @@ import msgspec
 
 from enginectl.api_side import ApiSide
 from enginectl.config import EngineConfig
+from enginectl.engine.audience import Audience
 from enginectl.engine.router import OutputRouter, Ticket
 from enginectl.engine.validate import validate_request
 from enginectl.errors import ConfigError, EnginectlError, RequestError, unknown
@@ -36,7 +37,6 @@ from enginectl.types import (
     OutputChunk,
     RequestOutput,
     SamplingParams,
-    StepOutputs,
     TokenLogprobs,
     Usage,
 )
@@ -121,12 +121,13 @@ class Engine:
             self._api = ApiSide(self.config, host, machine)
             self._tokenizer = self._api.load_tokenizer(self.info)
             self._host = host
-            self._observers = [*self._api.all_of(Role.OBSERVER).values(), *([observer] if observer else [])]
+            observers = [*self._api.all_of(Role.OBSERVER).values(), *([observer] if observer else [])]
+            self._audience = Audience(host, observers)
             self._router = OutputRouter(
                 detokenizer or self._api.detokenizer(self.info),
                 self.info,
                 seed=config.seed,
-                on_finished=self._on_finished,
+                on_finished=self._audience.finished,
             )
         except BaseException:
             self._assembled.close()
@@ -296,7 +297,8 @@ class Engine:
 
     def _step(self) -> None:
         for outputs in self.core.step():
-            self._show(outputs)
+            if outputs.stats is not None:
+                self._audience.stats(outputs.stats)
             stopped = self._router.dispatch(outputs)
             if stopped:
                 self.core.abort(stopped)
@@ -308,24 +310,6 @@ class Engine:
             self.core.abort(self._router.close(ticket))
         if self.core.has_work:
             self._step()
-
-    def _on_finished(self, ticket: Ticket, error: str | None) -> None:
-        finished = ticket.finished(error)
-        try:
-            for observer in self._observers:
-                observer.on_finished(finished)
-            self._host.hook.enginectl_request_finished(request=ticket.request, finished=finished)
-        except Exception:  # the tokens of other requests follow in the same message
-            log.exception("request %s: an observer or a plugin failed", finished.request_id)
-
-    def _show(self, outputs: StepOutputs) -> None:
-        if outputs.stats is None:
-            return
-        for observer in self._observers:
-            try:
-                observer.on_stats(outputs.stats)
-            except Exception:  # an observer's fault is not the engine's
-                log.exception("the observer %s failed", type(observer).__name__)
 
 
 def duplicate_offsets(prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[int]:

@@ -30,7 +30,7 @@ class InProcessClient(RoutedClient):
         self.info = engine.info
         self.engine = engine
         self.router = OutputRouter(
-            detokenizer, engine.info, seed=engine.config.seed, on_finished=self._on_ticket_finished
+            detokenizer, engine.info, seed=engine.config.seed, on_finished=self._audience.finished
         )
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from enginectl.config import EngineConfig
+from enginectl.engine.audience import Audience
 from enginectl.engine.client import EngineClient, EngineState
 from enginectl.engine.messages import Abort, Control, Reply, Submit, ToEngine
 from enginectl.engine.router import OutputRouter, Ticket
@@ -33,7 +34,7 @@ class RoutedClient(EngineClient):
     def __init__(self, config: EngineConfig, host: PluginHost, observers: Sequence[Observer] = ()) -> None:
         self.config = config
         self.host = host
-        self.observers = list(observers)
+        self._audience = Audience(host, observers)
         self.router: OutputRouter | None = None
         self._stats = EngineStats()
         self._state = EngineState.STARTING
@@ -187,11 +188,7 @@ class RoutedClient(EngineClient):
         assert self.router is not None, "the engine is ready"
         if outputs.stats is not None:
             self._stats = outputs.stats
-            for observer in self.observers:
-                try:
-                    observer.on_stats(outputs.stats)
-                except Exception:  # an observer's fault is not the engine's
-                    log.exception("the observer %s failed", type(observer).__name__)
+            self._audience.stats(outputs.stats)
         stopped = self.router.dispatch(outputs)
         if stopped:
             with contextlib.suppress(EngineDeadError):
@@ -205,15 +202,6 @@ class RoutedClient(EngineClient):
             future.set_result(reply.value)
         else:
             future.set_exception(RequestError(reply.error, param=reply.param))
-
-    def _on_ticket_finished(self, ticket: Ticket, error: str | None) -> None:
-        finished = ticket.finished(error)
-        try:
-            for observer in self.observers:
-                observer.on_finished(finished)
-            self.host.hook.enginectl_request_finished(request=ticket.request, finished=finished)
-        except Exception:  # the tokens of other requests follow in the same message
-            log.exception("request %s: an observer or a plugin failed", finished.request_id)
 
     def _fail_open(self, message: str) -> None:
         """The engine is gone: end what is open."""

@@ -111,7 +111,7 @@ class EngineProcess(RoutedClient):
         info = await self._ready
         if self.router is None:
             self.router = OutputRouter(
-                self._make_detokenizer(info), info, seed=self.config.seed, on_finished=self._on_ticket_finished
+                self._make_detokenizer(info), info, seed=self.config.seed, on_finished=self._audience.finished
             )
         self.info = self.router.info = info
         if self._is_draining:

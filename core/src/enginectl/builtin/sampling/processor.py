@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,9 +35,9 @@ class RowProcessor(LogitsProcessor):
         if len(index):
             self.apply_to(logits, index, batch.take(index))
 
+    @abstractmethod
     def apply_to(self, logits: Tensor, index: NDArray[np.intp], batch: SampleBatch) -> None:
         """Change logits[index[i]] by row i of the batch; every row of it uses the processor."""
-        raise NotImplementedError
 
 
 class Entries:
