@@ -17,7 +17,12 @@ from enginectl.interfaces.model import ForwardInput, Kept, LinearSite, Model, Mo
 
 
 class TransformersModel(Model):
-    """Packed sequences through the library's own module code. `module` is the PreTrainedModel."""
+    """Packed sequences through the library's own module code. `module` is the PreTrainedModel.
+
+    route: how sequences reach the module code, a word for logs and tables.
+    """
+
+    route: str = "packed"
 
     def __init__(self, module: Any, spec: ModelSpec, calls: list[Call]) -> None:
         self.module = module
