@@ -42,9 +42,7 @@ class PhasedAttention(AttentionBackend):
             return _Plan(cut, self._decode.prepare(batch), None)
         if cut == 0:
             return _Plan(0, None, self._prefill.prepare(batch))
-        return _Plan(
-            cut, self._decode.prepare(_part(batch, 0, cut, cut)), self._prefill.prepare(_part(batch, cut, n, 0))
-        )
+        return _Plan(cut, self._decode.prepare(batch.part(0, cut)), self._prefill.prepare(batch.part(cut, n)))
 
     def write_kv(self, layer: int, k: Tensor, v: Tensor, plan: _Plan) -> None:
         """Each part writes its own tokens."""
@@ -64,24 +62,3 @@ class PhasedAttention(AttentionBackend):
         first = self._decode.attend(layer, q[: plan.cut], plan.decode, sinks=sinks)
         second = self._prefill.attend(layer, q[plan.cut :], plan.prefill, sinks=sinks)
         return torch.cat((first, second))
-
-
-def _part(batch: AttentionBatch, start: int, end: int, num_decodes: int) -> AttentionBatch:
-    """Sequences [start, end) as a batch of their own."""
-    host = batch.query_start_host
-    first, last = int(host[start]), int(host[end])
-    lens = batch.seq_lens_host[start:end]
-    starts = host[start : end + 1] - first
-    return AttentionBatch(
-        num_seqs=end - start,
-        num_tokens=last - first,
-        num_decodes=num_decodes,
-        max_query_len=int((starts[1:] - starts[:-1]).max()),
-        max_seq_len=int(lens.max()),
-        query_start=batch.query_start[start : end + 1] - first,
-        seq_lens=batch.seq_lens[start:end],
-        block_tables=batch.block_tables[:, start:end],
-        slot_mapping=batch.slot_mapping[:, first:last],
-        query_start_host=starts,
-        seq_lens_host=lens,
-    )

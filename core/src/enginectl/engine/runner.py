@@ -91,6 +91,7 @@ class LocalRunner(Executor):
         """Two tensors a layer, [num_blocks, block_size, num_kv_heads, head_dim], zeroed."""
         self.kv = [self._pages(layer, layout) for layer in self.model.spec.layers]
         self._attention.bind(self.kv)
+        self.model.bind(self.kv, len(self.rows.prompt_lens))
         self._graphs = self._record_graphs()
         if self._speculator is not None:
             own = [self._pages(layer, layout) for layer in self._speculator.kv_layers()]
@@ -110,7 +111,8 @@ class LocalRunner(Executor):
     def _record_graphs(self) -> DecodeGraphs | None:
         """Graphs of decode steps, on devices that have them. With adapters a step differs by its tokens' slots."""
         recorder = recorder_for(self._device)
-        if recorder is None or self._adapters is not None or not offers_capture(self._attention):
+        excluded = self._adapters is not None or self.model.reads_rows
+        if recorder is None or excluded or not offers_capture(self._attention):
             return None
         groups, num_rows, width = self.rows.block_table.shape
         graphs = DecodeGraphs(
@@ -240,12 +242,15 @@ class LocalRunner(Executor):
         slots = self._adapter_slots(packed)
         if self._adapters is not None:
             self._adapters.begin_step(slots)
+        batch = self._attention_batch(plan, packed)
         return ForwardInput(
             token_ids=self._tensor(rows.token_ids[packed.token_rows, packed.positions].astype(np.int64)),
             positions=self._tensor(packed.positions.astype(np.int64)),
             keep=self._tensor(packed.keep),
-            plan=self._prepare_attention(self._attention_batch(plan, packed)),
+            plan=self._prepare_attention(batch),
             adapter_slots=slots,
+            batch=batch,
+            rows=plan.rows,
         )
 
     def _attention_batch(self, plan: StepPlan, packed: Packed) -> AttentionBatch:

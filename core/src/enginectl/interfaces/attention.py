@@ -38,6 +38,26 @@ class AttentionBatch:
     query_start_host: NDArray[np.int32]
     seq_lens_host: NDArray[np.int32]
 
+    def part(self, start: int, end: int) -> AttentionBatch:
+        """Sequences [start, end) as a batch of their own."""
+        host = self.query_start_host
+        first, last = int(host[start]), int(host[end])
+        lens = self.seq_lens_host[start:end]
+        starts = host[start : end + 1] - first
+        return AttentionBatch(
+            num_seqs=end - start,
+            num_tokens=last - first,
+            num_decodes=min(max(self.num_decodes - start, 0), end - start),
+            max_query_len=int((starts[1:] - starts[:-1]).max()),
+            max_seq_len=int(lens.max()),
+            query_start=self.query_start[start : end + 1] - first,
+            seq_lens=self.seq_lens[start:end],
+            block_tables=self.block_tables[:, start:end],
+            slot_mapping=self.slot_mapping[:, first:last],
+            query_start_host=starts,
+            seq_lens_host=lens,
+        )
+
 
 class AttentionBackend(ABC):
     """Writes this step's keys and values into pages and attends over them. Built once the model's layers are known."""

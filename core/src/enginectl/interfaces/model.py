@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from enginectl.context import BuildContext
-    from enginectl.interfaces.attention import AttentionBackend
+    from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
     from enginectl.interfaces.ops import LowRankSlots
     from enginectl.interfaces.weights import Checkpoint
 
@@ -36,7 +38,12 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rest of the engine must know of a model. max_model_len: the longest context it was made for."""
+    """What the rest of the engine must know of a model. max_model_len: the longest context it was made for.
+
+    state_bytes_per_row: recurrent state that the model keeps for each row outside the pages, 0 for none. Such a state
+    cannot be shared between requests or rolled back, so there is no prefix cache and no speculation. takes_chunks: a
+    prompt may be read over several steps.
+    """
 
     architecture: str
     layers: tuple[LayerSpec, ...]
@@ -45,13 +52,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     num_parameters: int = 0
     weight_bytes: int = 0
+    state_bytes_per_row: int = 0
+    takes_chunks: bool = True
 
 
 @dataclass(slots=True)
 class ForwardInput:
     """One step for the model, packed. token_ids, positions: [num_tokens] int64. keep: [num_kept] int64, the tokens
     whose next-token logits are wanted. plan: the attention backend's. adapter_slots: [num_tokens] int32 or None when
-    no token uses an adapter.
+    no token uses an adapter. For models whose `reads_rows` is true: batch is what the plan was prepared from, and rows
+    [num_seqs] int32 the places its sequences hold in the persistent batch. A sequence keeps its row until it ends or is
+    preempted, and is computed from position 0 again whenever it gets one.
     """
 
     token_ids: Tensor
@@ -59,6 +70,8 @@ class ForwardInput:
     keep: Tensor
     plan: Any
     adapter_slots: Tensor | None = None
+    batch: AttentionBatch | None = None
+    rows: NDArray[np.int32] | None = None
 
 
 @dataclass(slots=True)
@@ -92,17 +105,25 @@ class LinearSite:
 
 
 class Model(ABC):
-    """A loaded model on its device. Stateless between steps except for its KV pages.
+    """A loaded model on its device. Stateless between steps except for its KV pages, and the state of its rows.
 
-    keeps_hidden: `Kept.hidden` is always there, for speculators that read it.
+    keeps_hidden: `Kept.hidden` is always there, for speculators that read it. reads_rows: `forward` reads
+    `ForwardInput.batch` and `rows`, so that its steps are not replayed from graphs and it cannot draft.
     """
 
     spec: ModelSpec
     keeps_hidden: bool = True
+    reads_rows: bool = False
 
     @abstractmethod
     def use_attention(self, attention: AttentionBackend) -> None:
         """Call this backend in every layer from now on. Called: once, before the first forward."""
+
+    def bind(self, kv: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> None:
+        """The store its attention backend was bound to, and how many rows there are: for models that keep state a row.
+
+        Called: once, after the pool is allocated. Raises OutOfMemoryError.
+        """
 
     def linear_sites(self) -> Sequence[LinearSite]:
         """The linears of attention and MLP that adapters may add to; none where the model cannot offer them.

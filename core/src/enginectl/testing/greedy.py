@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,7 @@ def greedy_decode(
     store = allocate(model.spec, num_blocks=total + 1, block_size=block_size, dtype=dtype, device=device)
     attention.bind(store)
     model.use_attention(attention)
+    model.bind(store, len(prompts))
     tokens = [list(prompt) for prompt in prompts]
     goals = [len(prompt) + num_new for prompt in prompts]
     for step in range(sum(goals) + len(prompts)):
@@ -85,6 +87,8 @@ def _step(
                 positions=torch.tensor(positions, device=device),
                 keep=torch.tensor([int(ends[row]) for row in done], dtype=torch.long, device=device),
                 plan=attention.prepare(batch),
+                batch=batch,
+                rows=np.array([i for i, _, _ in spans], np.int32),
             )
         )
         best: Tensor = model.logits(kept).argmax(-1)
