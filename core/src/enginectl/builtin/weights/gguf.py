@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,8 @@ class GGUFCheckpoint(Checkpoint):
     def tokenizer_dir(self) -> Path | None:
         if "tokenizer.ggml.model" not in self._file.metadata:
             return None
-        import transformers
-
-        return self._cache.tokenizer_dir(transformers.__version__, self._convert_tokenizer)
+        # The version without the import, which takes a second: a converted tokenizer needs no transformers.
+        return self._cache.tokenizer_dir(metadata.version("transformers"), self._convert_tokenizer)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Plain files are read in place. Quantised ones are dequantised once per dtype and then mapped from the cache."""
