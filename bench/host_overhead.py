@@ -32,8 +32,10 @@ from enginectl.engine.ledger import BlockPool
 from enginectl.engine.messages import Outputs, frame
 from enginectl.engine.rows import RunnerRows
 from enginectl.engine.runner import LocalRunner
+from enginectl.engine.speculation import SpeculationController
 from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
 from enginectl.interfaces.model import ForwardInput, Kept, LayerSpec, Model, ModelSpec
+from enginectl.interfaces.speculator import Speculator
 from enginectl.types import EngineRequest, SamplingParams
 
 BLOCK_SIZE, PROMPT_LEN, MAX_MODEL_LEN = 16, 32, 2048
@@ -83,26 +85,37 @@ class FreeModel(Model):
         return torch.full((kept.hidden.shape[0],), 7)
 
 
-def make_core(num_seqs: int, *, index: Any = None, depth: int = 0) -> EngineCore:
-    """The real loop, batch, runner, scheduler and allocator around the free model."""
+def make_core(
+    num_seqs: int,
+    *,
+    index: Any = None,
+    depth: int = 0,
+    model: Model | None = None,
+    speculator: Speculator | None = None,
+) -> EngineCore:
+    """The real loop, batch, runner, scheduler and allocator around the free model, or another."""
     num_blocks = num_seqs * (MAX_MODEL_LEN // BLOCK_SIZE) + 1
     pool = BlockPool(num_blocks, PagedAllocator(num_blocks), index)
-    model = FreeModel()
+    max_drafts = 0 if speculator is None else speculator.max_drafts
+    budget = max(2048, num_seqs)
     runner = LocalRunner(
-        model=model,
+        model=model or FreeModel(),
         attention=FreeAttention(),
         sampler=TorchSampler(num_seqs),
         processors=[],
-        rows=RunnerRows(num_seqs, MAX_MODEL_LEN, BLOCK_SIZE),
+        rows=RunnerRows(num_seqs, MAX_MODEL_LEN, BLOCK_SIZE, max_drafts=max_drafts),
+        speculator=speculator,
     )
     return EngineCore(
         scheduler=FcfsScheduler(),
         pool=pool,
         executor=runner,
         table=RowTable(num_seqs, MAX_MODEL_LEN, BLOCK_SIZE),
-        admission=Admission(pool, block_size=BLOCK_SIZE),
+        admission=Admission(pool, block_size=BLOCK_SIZE, max_drafts=max_drafts),
         block_size=BLOCK_SIZE,
-        max_num_batched_tokens=max(2048, num_seqs),
+        max_num_batched_tokens=budget,
+        max_drafts=max_drafts,
+        speculation=None if speculator is None else SpeculationController(num_seqs, max_drafts, budget),
         overlap_depth=depth,
     )
 

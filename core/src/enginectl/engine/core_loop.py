@@ -43,7 +43,7 @@ _NEVER = np.iinfo(np.int32).max
 @dataclass(slots=True)
 class Flight:
     """A launched step: its plan, its handle, and where its sampling rows stood. base: [m] index of the first token
-    that the rows in `sampled` will get.
+    that the rows in `sampled` will get. has_drafts: drafts are verified in it, or may be proposed by it.
     """
 
     plan: StepPlan
@@ -51,11 +51,7 @@ class Flight:
     sampled: IntRows
     base: IntRows
     launched_s: float
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether drafts are verified in it or may be proposed by it."""
-        return bool(self.plan.num_drafts.any() or self.plan.draft_limits.any())
+    has_drafts: bool
 
 
 class EngineCore:
@@ -227,7 +223,7 @@ class EngineCore:
     # -- launch --------------------------------------------------------------------------------------------------
 
     def _drafts_in_flight(self) -> bool:
-        return self._max_drafts > 0 and any(flight.has_drafts for flight in self._flights)
+        return any(flight.has_drafts for flight in self._flights)
 
     def _start(self, plan: StepPlan) -> Flight:
         """Launch, and advance the books as if it had worked: each sampling row has one more token, value to come."""
@@ -240,7 +236,8 @@ class EngineCore:
         t.num_tokens[sampled] += 1
         t.num_drafts[rows] = 0
         t.in_flight[rows] += 1
-        return Flight(plan, handle, sampled, base, self._now)
+        has_drafts = self._max_drafts > 0 and bool(plan.num_drafts.any() or plan.draft_limits.any())
+        return Flight(plan, handle, sampled, base, self._now, has_drafts)
 
     # -- update --------------------------------------------------------------------------------------------------
 
@@ -253,9 +250,9 @@ class EngineCore:
             result = flight.handle.wait()
         except Exception as error:
             result = self._recover(flight, error)
+        self._last_tokens, self._last_s = int(plan.num_tokens.sum()), self._clock() - flight.launched_s
         if self._speculation is not None:
             self._observe(self._speculation, flight, result)
-        self._last_tokens, self._last_s = int(plan.num_tokens.sum()), self._clock() - flight.launched_s
         t.in_flight[plan.rows] -= 1
         sampled, base = flight.sampled, flight.base
         if result.errors:
@@ -279,10 +276,11 @@ class EngineCore:
             self._report(speculation, now)
         if result.errors:
             return
-        if (plan.num_tokens == plan.num_drafts + 1).all():  # no prompt in it, whose tokens cost less
-            num_tokens, longest = int(plan.num_tokens.sum()), int(plan.draft_limits.max())
-            num_drafts = num_tokens - plan.rows.size
-            speculation.observe_step(num_tokens, num_drafts, now - started, result.propose_s, longest)
+        num_drafts, longest = 0, 0
+        if flight.has_drafts:
+            num_drafts, longest = int(plan.num_drafts.sum()), int(plan.draft_limits.max())
+        if self._last_tokens == plan.rows.size + num_drafts:  # no prompt in it, whose tokens cost less
+            speculation.observe_step(self._last_tokens, num_drafts, now - started, result.propose_s, longest)
         if flight.has_drafts and result.rows.size:
             samples = plan.samples
             speculation.observe_proposals(result.rows, plan.draft_limits[samples], result.num_drafts)

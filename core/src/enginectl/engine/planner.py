@@ -79,6 +79,8 @@ class Planner:
         self._overlaps = overlaps
         self._end = end
         self._changes = _Changes()
+        self._no_drafts = np.zeros(len(table.requests), np.int32)
+        self._no_drafts.flags.writeable = False
         # Bound once: the step makes no attribute chains through replaceable parts.
         self._grant = scheduler.grant
 
@@ -264,13 +266,7 @@ class Planner:
         drafts = computed + counts - t.num_tokens[rows]  # < 0 while the prompt is being caught up with
         samples = drafts >= 0
         np.maximum(drafts, 0, out=drafts)
-        limits = t.draft_limit[rows]
-        if self._max_drafts:
-            room = t.max_tokens[rows] - t.num_tokens[rows] - drafts - 2
-            limits = np.clip(room, 0, limits).astype(np.int32)
-            if self._speculation is not None:
-                limits = self._draft_limits(self._speculation, rows, counts, samples, limits)
-        plan = StepPlan(rows, computed, counts, drafts, samples, limits)
+        plan = StepPlan(rows, computed, counts, drafts, samples, self._draft_limits(rows, counts, drafts, samples))
         changes = self._changes
         if changes.removed or changes.added or changes.block_ids:
             plan.removed, plan.added = changes.removed, changes.added
@@ -281,21 +277,34 @@ class Planner:
             self._changes = _Changes()
         return plan
 
-    def _draft_limits(
-        self,
-        speculation: SpeculationController,
-        rows: IntRows,
-        counts: IntRows,
-        samples: NDArray[np.bool_],
-        room: IntRows,
-    ) -> IntRows:
-        """What the controller gives the rows that sample; prompts that go on, or wait, fill the next step too."""
+    def _draft_limits(self, rows: IntRows, counts: IntRows, drafts: IntRows, samples: NDArray[np.bool_]) -> IntRows:
+        """Drafts to propose for the next step, [n]: what may be of use, as far as the controller gives it."""
+        t, controller = self.table, self._speculation
+        if not self._max_drafts:
+            return self._no_drafts[: rows.size]
+        if controller is None:
+            return self._useful_drafts(rows, drafts)
+        # Prompts that go on, or wait, fill the next step too.
         if samples.all():
-            waits = len(self.scheduler) and self.table.num_free_rows
-            return speculation.limits(rows, room, self.budget.num_tokens if waits else 0)
+            waits = len(self.scheduler) and t.num_free_rows
+            num_busy, num_rows = self.budget.num_tokens if waits else 0, rows.size
+        else:
+            num_busy, num_rows = int(counts[~samples].sum()), int(samples.sum())
+        if controller.is_off(num_rows, num_busy):
+            return self._no_drafts[: rows.size]
+        room = self._useful_drafts(rows, drafts)
+        if num_rows == rows.size:
+            return controller.limits(rows, room, num_busy)
         limits = np.zeros_like(room)
-        limits[samples] = speculation.limits(rows[samples], room[samples], int(counts[~samples].sum()))
+        limits[samples] = controller.limits(rows[samples], room[samples], num_busy)
         return limits
+
+    def _useful_drafts(self, rows: IntRows, drafts: IntRows) -> IntRows:
+        """As many as the request allows and the rest of its output has room for, [n]."""
+        t = self.table
+        room = t.max_tokens[rows] - t.num_tokens[rows] - drafts - 2
+        useful: IntRows = np.clip(room, 0, t.draft_limit[rows]).astype(np.int32)
+        return useful
 
     def vacate(self, row: int, *, preempted: bool) -> None:
         """Nobody runs in this row any more: give back its blocks and slot, and tell the runner."""
@@ -303,6 +312,8 @@ class Planner:
         request = t.request(row)
         self.pool.release(t.blocks(row).copy())
         self.admission.release(request, preempted=preempted)
+        if self._speculation is not None:
+            self._speculation.close_row(row)
         t.is_closing[row] = False
         t.free(row)
         self._changes.removed.append(row)

@@ -195,11 +195,10 @@ class SpeculationController:
         self._max_drafts = max_drafts
         self._budget = max_num_batched_tokens
         self._fixed = np.full(max_num_seqs, -1, np.int32)
-        self._some_fixed = False
-        self._none = np.zeros(max_num_seqs, np.int32)
-        self._none.flags.writeable = False
+        self._num_fixed = 0
         self._step = 0
         self._is_off = False
+        self._stays_off = False
         self._off_rows = 0
         self._off_busy = 0
         self._recheck_at = 0
@@ -216,28 +215,42 @@ class SpeculationController:
         """A request takes the row: what it says about speculation holds."""
         self.acceptance.open_row(row)
         word = params.speculation
-        self._fixed[row] = -1 if word == "auto" else 0 if isinstance(word, str) else min(word, self._max_drafts)
-        self._some_fixed = bool((self._fixed >= 0).any())
+        self._fix(row, -1 if word == "auto" else 0 if isinstance(word, str) else min(word, self._max_drafts))
+
+    def close_row(self, row: int) -> None:
+        """Nobody has the row."""
+        self._fix(row, -1)
+
+    def _fix(self, row: int, length: int) -> None:
+        self._num_fixed += int(length > 0) - int(self._fixed[row] > 0)
+        self._fixed[row] = length
 
     # -- choosing ------------------------------------------------------------------------------------------------
+
+    def is_off(self, num_rows: int, num_busy: int = 0) -> bool:
+        """Whether nobody gets drafts in the next step, as far as that is known without a look at the rows.
+
+        num_rows: those that sample in this step. num_busy: tokens of prompts that the next step is likely to hold.
+        Called: once per step; `limits` after it, unless it is off.
+        """
+        self._step += 1
+        self._stays_off = self._is_still_right(num_rows, num_busy)
+        if self._stays_off and not self._num_fixed:
+            self.mean_length *= 0.95
+            return True
+        return False
 
     def limits(self, rows: IntRows, room: IntRows, num_busy: int = 0) -> IntRows:
         """Drafts for the next step of rows that sample in this one, [n] int32, at most room.
 
-        room: [n] int32 drafts that may be of use. num_busy: tokens of prompts that the next step is likely to hold.
-        Called: once per step.
+        room: [n] int32 drafts that may be of use. num_busy: as in `is_off`.
         """
-        self._step += 1
-        stays_off = self._stays_off(rows.size, num_busy)
-        if stays_off and not self._some_fixed:
-            self.mean_length *= 0.95
-            return self._none[: rows.size]
         fixed = self._fixed[rows]
         is_auto = fixed < 0
         lengths = np.minimum(np.maximum(fixed, 0), room)
         if not is_auto.all():
             lengths = self._fit(lengths, num_busy)
-        if not stays_off and is_auto.any():
+        if not self._stays_off and is_auto.any():
             lengths = self._choose(rows, room, lengths, is_auto, num_busy)
         self.mean_length += 0.05 * (int(lengths.sum()) / max(rows.size, 1) - self.mean_length)
         return lengths
@@ -249,7 +262,7 @@ class SpeculationController:
             lengths = np.minimum(lengths, left // int((lengths > 0).sum()))
         return lengths
 
-    def _stays_off(self, num_rows: int, num_busy: int) -> bool:
+    def _is_still_right(self, num_rows: int, num_busy: int) -> bool:
         """Off was right a moment ago and the load has not fallen since."""
         if not self._is_off or self._step >= self._recheck_at or self._step >= self._probe_at:
             return False
