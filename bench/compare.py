@@ -10,16 +10,22 @@ openvino-genai optimum-intel nncf`, and `optimum-cli export openvino -m DIR --ta
 Each round runs each engine once on a workload; figures are medians over the rounds, tokens a second of whole-batch
 wall time (prompt tokens for W5), and ratios of medians. Greedy outputs are compared: engines in bf16 may part at a near
 tie, so the agreement printed is the mean share of tokens before the first difference.
+
+Engines that wait are stopped (SIGSTOP): some of them spin, which costs whoever is measured up to half its rate.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,11 +36,13 @@ HERE = Path(__file__).parent
 REAL = {"W1": (1, 16, 64), "W2": (8, 128, 64), "W3": (32, 128, 64), "W4": (64, 128, 64), "W5": (8, 1024, 1)}
 TINY = {"T1": (1, 16, 128), "T32": (32, 32, 128), "T256": (256, 32, 128)}
 """Name to (sequences, prompt tokens, output tokens)."""
+AWAKE_S = 1.0
+"""How long an engine that was stopped may need until it runs as fast as it can."""
 
 
 @dataclass
 class Worker:
-    """An engine in a process of its own."""
+    """An engine in a session of its own, stopped while others are measured."""
 
     name: str
     process: subprocess.Popen[str]
@@ -55,21 +63,35 @@ class Worker:
                 stderr=log,
                 text=True,
                 env=env,
+                start_new_session=True,
             )
         worker = cls(name, process)
-        worker.ready_s = worker._read()["ready_s"]
+        try:
+            worker.ready_s = worker._read()["ready_s"]
+        except BaseException:
+            worker.kill()
+            raise
+        worker._signal(signal.SIGSTOP)
         return worker
 
     def run(self, workload: str, prompts: list[list[int]], max_tokens: int, *, count: bool = True) -> None:
-        """Time one batch."""
-        assert self.process.stdin is not None, "opened with a pipe"
-        print(json.dumps({"prompts": prompts, "max_tokens": max_tokens}), file=self.process.stdin, flush=True)
-        answer = self._read()
+        """Time one batch. A short one is repeated until what was stopped is surely awake; the last time counts."""
+        self._signal(signal.SIGCONT)
+        awake = time.perf_counter() + AWAKE_S
+        answer = self._generate(prompts, max_tokens)
+        while answer["seconds"] < AWAKE_S and time.perf_counter() < awake:
+            answer = self._generate(prompts, max_tokens)
+        self._signal(signal.SIGSTOP)
         if not count:
             return
         amount = len(prompts) * (len(prompts[0]) if max_tokens == 1 else max_tokens)
         self.rates.setdefault(workload, []).append(amount / answer["seconds"])
         self.tokens[workload] = answer["tokens"]
+
+    def _generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        assert self.process.stdin is not None, "opened with a pipe"
+        print(json.dumps({"prompts": prompts, "max_tokens": max_tokens}), file=self.process.stdin, flush=True)
+        return self._read()
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None, "opened with a pipe"
@@ -79,11 +101,14 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def close(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None, "opened with a pipe"
-        self.process.stdin.close()
+    def kill(self) -> None:
+        """End it and every process it started."""
+        self._signal(signal.SIGKILL)
         self.process.wait(30)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
@@ -95,19 +120,27 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return statistics.mean(shares)
 
 
-def start_workers(args: argparse.Namespace) -> list[Worker]:
-    """Ours first, then the peers that were given."""
-    threads = args.threads
-    workers = [Worker.start("enginectl", sys.executable, "run_ours.py", args.model, threads, *args.option)]
+@contextlib.contextmanager
+def started_workers(args: argparse.Namespace) -> Iterator[list[Worker]]:
+    """Ours first, then the peers that were given. However it ends, their processes end with it."""
+    openvino_model = args.openvino_model or args.model
+    wanted = [("enginectl", sys.executable, "run_ours.py", args.model, *args.option)]
     if args.hf:
-        workers.append(Worker.start("hf", args.hf, "run_hf.py", args.model, threads))
+        wanted.append(("hf", args.hf, "run_hf.py", args.model))
     if args.vllm:
-        workers.append(Worker.start("vllm-cpu", args.vllm, "run_vllm.py", args.model, threads))
+        wanted.append(("vllm-cpu", args.vllm, "run_vllm.py", args.model))
     if args.openvino:
-        model = args.openvino_model or args.model
-        workers.append(Worker.start("openvino", args.openvino, "run_openvino.py", model, threads))
-        workers.append(Worker.start("openvino-f32", args.openvino, "run_openvino.py", model, threads, "hint=f32"))
-    return workers
+        wanted.append(("openvino", args.openvino, "run_openvino.py", openvino_model))
+        wanted.append(("openvino-f32", args.openvino, "run_openvino.py", openvino_model, "hint=f32"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    workers: list[Worker] = []
+    try:
+        for name, python, script, model, *options in wanted:
+            workers.append(Worker.start(name, python, script, model, args.threads, *options))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 def main() -> None:
@@ -127,18 +160,17 @@ def main() -> None:
     args = parser.parse_args()
     table = TINY if args.tiny else REAL
     names = args.workloads or list(table)
-    workers = start_workers(args)
     random = np.random.default_rng(0)
     batches = {name: random.integers(100, 49000, table[name][:2]).tolist() for name in names}
-    for name in names:
-        for turn in range(args.rounds + 1):  # the first is a warm-up
-            for worker in workers:
-                worker.run(name, batches[name], table[name][2], count=turn > 0)
-                if turn:
-                    print(f"{name} {worker.name}: {worker.rates[name][-1]:.1f} tokens/s", file=sys.stderr, flush=True)
-    report(workers, names, as_json=args.json)
-    for worker in workers:
-        worker.close()
+    with started_workers(args) as workers:
+        for name in names:
+            for turn in range(args.rounds + 1):  # the first is a warm-up
+                for worker in workers:
+                    worker.run(name, batches[name], table[name][2], count=turn > 0)
+                    if turn:
+                        rate = worker.rates[name][-1]
+                        print(f"{name} {worker.name}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
+        report(workers, names, as_json=args.json)
 
 
 def report(workers: list[Worker], names: list[str], *, as_json: bool) -> None:
