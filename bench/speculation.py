@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from host_overhead import MAX_MODEL_LEN, FreeModel, add_requests, make_core
 
 from enginectl import Engine, SamplingParams

@@ -36,7 +36,7 @@ _CAUTION = 0.9
 _FIRST_RECHECK, _LAST_RECHECK = 8, 64
 _FIRST_PROBE, _LAST_PROBE = 16, 64
 _PROBE_LENGTH = 2
-_WIDE_PROBES = 4
+_WIDE_PROBES = 8
 _FIRST_REFRESH, _REFRESH = 32, 256
 _SPREAD = 1.4
 """How far apart measured sizes must be to tell what a token costs."""
@@ -198,7 +198,7 @@ class SpeculationController:
         self._num_fixed = 0
         self._step = 0
         self._is_off = False
-        self._stays_off = False
+        self._stays_off = self._probes = False
         self._off_rows = 0
         self._off_busy = 0
         self._recheck_at = 0
@@ -234,8 +234,9 @@ class SpeculationController:
         Called: once per step; `limits` after it, unless it is off.
         """
         self._step += 1
-        self._stays_off = self._is_still_right(num_rows, num_busy)
-        if self._stays_off and not self._num_fixed:
+        self._stays_off = self._is_off and self._is_still_right(num_rows, num_busy)
+        self._probes = self._stays_off and self._step >= self._probe_at
+        if self._stays_off and not self._probes and not self._num_fixed:
             self.mean_length *= 0.95
             return True
         return False
@@ -250,7 +251,7 @@ class SpeculationController:
         lengths = np.minimum(np.maximum(fixed, 0), room)
         if not is_auto.all():
             lengths = self._fit(lengths, num_busy)
-        if not self._stays_off and is_auto.any():
+        if is_auto.any() and (self._probes or not self._stays_off):
             lengths = self._choose(rows, room, lengths, is_auto, num_busy)
         self.mean_length += 0.05 * (int(lengths.sum()) / max(rows.size, 1) - self.mean_length)
         return lengths
@@ -264,7 +265,7 @@ class SpeculationController:
 
     def _is_still_right(self, num_rows: int, num_busy: int) -> bool:
         """Off was right a moment ago and the load has not fallen since."""
-        if not self._is_off or self._step >= self._recheck_at or self._step >= self._probe_at:
+        if self._step >= self._recheck_at:
             return False
         return num_rows * 4 >= self._off_rows * 3 and num_busy * 2 >= self._off_busy
 
@@ -280,13 +281,15 @@ class SpeculationController:
         if not self._is_off and self._step >= self._refresh_at and self.costs.is_stale(base):
             self._refresh_at = self._step + _REFRESH
             return lengths  # one plain step, to know what it costs
-        chosen = self._best(rows[auto], room[auto], rows.size, base, most)
-        if chosen.any():
-            self._is_off = False
-            self._probe_interval = _FIRST_PROBE
+        if self._probes:
+            chosen = np.minimum(self._probe(auto.size, most), room[auto])
         else:
-            chosen = self._off_or_probe(auto.size, rows.size, num_busy)
-            chosen = np.minimum(chosen, room[auto])
+            chosen = self._best(rows[auto], room[auto], rows.size, base, most)
+            if chosen.any():
+                self._is_off = False
+                self._probe_interval = _FIRST_PROBE
+            else:
+                self._turn_off(rows.size, num_busy)
         lengths = lengths.copy()
         lengths[auto] = chosen
         return lengths
@@ -320,22 +323,20 @@ class SpeculationController:
         self._recheck_at = self._step + self._recheck_interval
         self._recheck_interval = min(2 * self._recheck_interval, _LAST_RECHECK)
 
-    def _off_or_probe(self, num_auto: int, num_rows: int, num_busy: int) -> IntRows:
-        """None, or now and then a short draft for a few rows, each in its turn, to see whether things have changed: the
-        text for the most part, and now and then, with half of the rows, what a larger step costs.
+    def _probe(self, num_auto: int, most: int) -> IntRows:
+        """A short draft for a few rows, each in its turn, to see whether things have changed: the text for the most part,
+        and now and then, with half of the rows, what a larger step costs.
         """
-        self._turn_off(num_rows, num_busy)
+        self._probe_at = self._step + self._probe_interval
+        self._probe_interval = min(2 * self._probe_interval, _LAST_PROBE)
+        self.acceptance.fade()
+        is_wide = self._num_probes % _WIDE_PROBES == 0
+        self._num_probes += 1
+        length = min(_PROBE_LENGTH, self._max_drafts)
+        count = min((num_auto + 1) // 2 if is_wide else 1 + num_auto // 16, most // length)
         lengths = np.zeros(num_auto, np.int32)
-        if self._step >= self._probe_at:
-            self._recheck_at = self._step + 2  # when what it shows is known
-            self._probe_at = self._step + self._probe_interval
-            self._probe_interval = min(2 * self._probe_interval, _LAST_PROBE)
-            self.acceptance.fade()
-            is_wide = self._num_probes % _WIDE_PROBES == 0
-            self._num_probes += 1
-            count = (num_auto + 1) // 2 if is_wide else 1 + num_auto // 16
-            lengths[(self._probe_from + np.arange(count)) % num_auto] = min(_PROBE_LENGTH, self._max_drafts)
-            self._probe_from += count
+        lengths[(self._probe_from + np.arange(count)) % num_auto] = length
+        self._probe_from += count
         return lengths
 
     # -- learning ------------------------------------------------------------------------------------------------
@@ -360,7 +361,8 @@ class SpeculationController:
             self.acceptance.observe_supply(rows[some], asked[some], given[some])
 
     def observe_verified(self, rows: IntRows, drafted: IntRows, accepted: IntRows) -> None:
-        """What verification said."""
+        """What verification said; while off, it was a probe, and says whether off is still right."""
         some = drafted > 0
         if some.any():
+            self._recheck_at = self._step
             self.acceptance.observe(rows[some], drafted[some], accepted[some])

@@ -1,5 +1,8 @@
 """Where the n-grams of each row ended last: a hash table a row and length, updated in O(1) a token for all rows at once.
 
+A row that is asked for seldom (speculation is off, and probes now and then) is searched instead: that costs less than to
+enter all that it got in between, and nothing while it is not asked for.
+
 A table is open addressing with linear probing over 64-bit entries: 31 bits of the n-gram's hash and the position behind
 its last occurrence. Probing looks at a few neighbouring slots at once, so that a step is a fixed handful of array
 operations. Two n-grams with the same 31 bits pass for one another; the caller compares tokens before it trusts a match.
@@ -19,6 +22,9 @@ _WINDOW = 4
 
 _LONG = 64
 """A row this far behind is caught up on its own, so that a long prompt does not need room for every row's."""
+
+_NEVER = -(1 << 30)
+"""Number of tokens at which a row was asked for last, where it never was."""
 
 _LOW = np.int64(0xFFFFFFFF)
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -40,6 +46,7 @@ class NgramIndex:
         self._bases = (np.arange(num)[:, None] * max_num_seqs + np.arange(max_num_seqs)) * self._size
         self._mask = np.zeros(max_num_seqs, np.int64)
         self._num_indexed = np.zeros(max_num_seqs, np.int32)
+        self._asked_at = np.full(max_num_seqs, _NEVER, np.int32)
         self._matches = np.zeros((num, max_num_seqs), np.int64)
         self._back: Words = np.arange(longest)[:, None]
         self._window = np.arange(_WINDOW)[:, None]
@@ -55,10 +62,47 @@ class NgramIndex:
             self._tables[:, row, : self._mask[row] + 1] = 0
             self._num_indexed[row] = 0
         self._matches[:, row] = 0
+        self._asked_at[row] = _NEVER
 
-    def update(self, rows: IntRows, num_tokens: IntRows, token_ids: IntRows) -> Words:
+    def find(self, rows: IntRows, num_tokens: IntRows, token_ids: IntRows) -> tuple[Words, IntRows]:
+        """The longest of each row's last n-grams that came before: the position behind its last earlier occurrence, [n],
+        0 for none, and its length, [n]. token_ids: the whole matrix.
+        """
+        is_new = num_tokens - self._num_indexed[rows] > _LONG
+        is_new &= num_tokens - self._asked_at[rows] > _LONG
+        self._asked_at[rows] = num_tokens
+        if not is_new.any():
+            return self._look_up(rows, num_tokens, token_ids)
+        start, length = np.zeros(rows.size, np.int64), np.zeros(rows.size, np.int32)
+        for i in np.flatnonzero(is_new).tolist():
+            start[i], length[i] = self._search(token_ids[rows[i], : num_tokens[i]])
+        known = np.flatnonzero(~is_new)
+        if known.size:
+            start[known], length[known] = self._look_up(rows[known], num_tokens[known], token_ids)
+        return start, length
+
+    def _search(self, tokens: IntRows) -> tuple[int, int]:
+        """Compare with all of the row. tokens: [n], those of the row."""
+        best, shortest = (0, 0), int(self.lengths[0])
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
+        for n in range(1, self._longest + 1):
+            if n > 1:
+                ends = ends[ends >= n]
+                ends = ends[tokens[ends - n] == tokens[max(tokens.size - n, 0)]]
+            if not ends.size:
+                break
+            if n >= shortest:
+                best = int(ends[-1]), n
+        return best
+
+    def _look_up(self, rows: IntRows, num_tokens: IntRows, token_ids: IntRows) -> tuple[Words, IntRows]:
+        matches = self._update(rows, num_tokens, token_ids)
+        longest = matches.shape[0] - 1 - (matches > 0)[::-1].argmax(0)
+        return matches[longest, np.arange(rows.size)], self.lengths[longest]
+
+    def _update(self, rows: IntRows, num_tokens: IntRows, token_ids: IntRows) -> Words:
         """Bring rows up to num_tokens. Returns, [num_lengths, n], the position behind the last earlier occurrence of
-        each row's last n-gram, 0 for none. token_ids: the whole matrix.
+        each row's last n-gram, 0 for none.
         """
         count = num_tokens - self._num_indexed[rows]
         if (count < 0).any() or (num_tokens > (self._mask[rows] + 1) // 2).any():

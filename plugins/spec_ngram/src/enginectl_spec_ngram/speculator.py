@@ -21,7 +21,7 @@ class NgramSpeculator(Speculator):
     """Looks the last tokens of a row up among its own tokens, longest run first, latest occurrence.
 
     A match that reaches the end of the row is taken as periodic: its continuation repeats. A row is indexed when it is
-    first asked for drafts, and brought up to date when it is asked again, so that a row without drafts costs nothing.
+    asked for drafts again and again, so that a row without drafts costs nothing.
     """
 
     def __init__(self, config: NgramConfig, *, max_num_seqs: int, max_model_len: int) -> None:
@@ -48,18 +48,14 @@ class NgramSpeculator(Speculator):
         if not wanted.size:
             return drafts, counts
         rows, num_tokens = batch.rows[wanted], batch.num_tokens[wanted]
-        matches = self._index.update(rows, num_tokens, batch.token_ids)
-        known = matches > 0
-        longest = matches.shape[0] - 1 - known[::-1].argmax(0)
-        column = np.arange(rows.size)
-        start = matches[longest, column]
+        start, length = self._index.find(rows, num_tokens, batch.token_ids)
         hit = np.flatnonzero(start)
         if not hit.size:
             return drafts, counts
         if hit.size < rows.size:
-            rows, num_tokens, start, longest, wanted = rows[hit], num_tokens[hit], start[hit], longest[hit], wanted[hit]
+            rows, num_tokens, start, length, wanted = rows[hit], num_tokens[hit], start[hit], length[hit], wanted[hit]
         end = num_tokens.astype(np.int64)
-        same = self._is_match(rows, start, end, self._index.lengths[longest], batch.token_ids)
+        same = self._is_match(rows, start, end, length, batch.token_ids)
         period = end - start
         at = start[:, None] + self._ahead % period[:, None]
         drafts[wanted] = batch.token_ids[rows[:, None], at]
