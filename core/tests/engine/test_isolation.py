@@ -338,9 +338,10 @@ def test_an_observer_that_raises_changes_nothing(model: Path, undisturbed: dict[
 # -- hooks -------------------------------------------------------------------------------------------------------
 
 
-def test_no_hook_is_called_in_the_step(model: Path) -> None:
+@DEPTHS
+def test_no_hook_is_called_in_the_step(depth: int, model: Path) -> None:
     """Law 24: hooks run at admission and at the finish; 32 decode steps between them call none."""
-    with engine_of(model, 0) as engine:
+    with engine_of(model, depth) as engine:
         calls: list[str] = []
         engine._host._manager.add_hookcall_monitoring(
             lambda name, impls, kwargs: calls.append(name), lambda outcome, name, impls, kwargs: None
@@ -351,7 +352,7 @@ def test_no_hook_is_called_in_the_step(model: Path) -> None:
         engine._step()
         for _ in range(32):
             engine._step()
-        assert engine.stats().num_generation_tokens == 66
+        assert engine.stats().num_generation_tokens == 66 - 2 * depth
         assert calls == ["enginectl_request_admitted"] * 2
         while not all(ticket.is_done for ticket in tickets):
             engine._step()

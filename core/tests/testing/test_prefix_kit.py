@@ -61,7 +61,10 @@ def test_a_mutant_index_fails_in_the_loop_too(mutant: type[DictPrefixIndex]) -> 
     ("part", "check"),
     [
         ({"core_type": PublishesEarly}, KIT.test_only_verified_blocks_are_published),
-        ({"core_type": PublishesAcrossReloads}, KIT.test_a_reload_under_running_rows_publishes_nothing_of_theirs),
+        (
+            {"core_type": PublishesAcrossReloads},
+            lambda make: KIT.test_a_reload_under_running_rows_publishes_nothing_of_theirs(make, 0),
+        ),
         ({"pool_type": EvictsInUse}, KIT.test_a_block_in_use_is_never_evicted),
         ({"pool_type": EvictsHeadsFirst}, KIT.test_tails_go_before_heads),
     ],

@@ -23,7 +23,8 @@ class TestReference(SchedulerConformance):
     ("mutant", "check"),
     [
         (ForgetsWhoRan, KIT.test_preempted_requests_come_before_those_that_never_ran),
-        (PassesTheBig, KIT.test_small_requests_do_not_starve_a_big_one),
+        (PassesTheBig, lambda make: KIT.test_small_requests_do_not_starve_a_big_one(make, 0)),
+        (PassesTheBig, lambda make: KIT.test_small_requests_do_not_starve_a_big_one(make, 1)),
         (GrantsTooMuch, lambda make: KIT.test_grants_keep_to_the_budget(make, 7, 16)),
         (SkipsAfterRemoval, KIT.test_the_candidate_that_was_yielded_may_be_removed),
     ],

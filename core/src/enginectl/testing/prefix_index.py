@@ -230,9 +230,10 @@ class PrefixIndexConformance:
         assert loop.answers.tokens[1] == chained_tokens([*prefix, 1], 60)
         check_at_rest(loop)
 
-    def test_a_reload_under_running_rows_publishes_nothing_of_theirs(self, make_loop: MakeLoop) -> None:
+    @pytest.mark.parametrize("depth", [0, 1])
+    def test_a_reload_under_running_rows_publishes_nothing_of_theirs(self, make_loop: MakeLoop, depth: int) -> None:
         """Law 20: what a row holds across a reload comes from two versions."""
-        loop, prompt = make_loop(max_num_batched_tokens=6), tokens(18).tolist()
+        loop, prompt = make_loop(max_num_batched_tokens=6, depth=depth), tokens(18).tolist()
         loop.core.add(free_request(0, prompt, 20, adapter="blue"))
         loop.step()
         loop.reload("blue", "2")
@@ -241,6 +242,7 @@ class PrefixIndexConformance:
         loop.core.add(free_request(1, prompt, 20, adapter="blue"))
         loop.run()
         assert loop.answers.tokens[1] == chained_tokens(prompt, 20, version="blue@2")
+        loop.close()
 
     def test_tails_go_before_heads(self, make_loop: MakeLoop) -> None:
         """Law 19: least recently used first, and of one sequence the last block first."""

@@ -182,9 +182,10 @@ class SchedulerConformance:
         assert loop.core.stats().num_blocks_in_use == 0
         loop.close()
 
-    def test_small_requests_do_not_starve_a_big_one(self, make_scheduler: MakeScheduler) -> None:
+    @pytest.mark.parametrize("depth", [0, 1])
+    def test_small_requests_do_not_starve_a_big_one(self, make_scheduler: MakeScheduler, depth: int) -> None:
         """Law 12: they keep coming, and it needs the whole pool."""
-        loop = free_core(scheduler=make_scheduler(), num_blocks=16, max_model_len=64)
+        loop = free_core(scheduler=make_scheduler(), num_blocks=16, max_model_len=64, overlap_depth=depth)
         loop.core.add(free_request(0, [2] * 6, 5, arrival_s=0.0))
         loop.core.add(free_request(1, [3] * 50, 14, arrival_s=0.0))
         for key in range(2, 600):
@@ -194,13 +195,16 @@ class SchedulerConformance:
             if 1 in loop.answers.finished:
                 break
         assert loop.answers.finished[1].reason is FinishReason.LENGTH
+        loop.close()
 
-    def test_a_big_request_does_not_block_small_ones(self, make_scheduler: MakeScheduler) -> None:
+    @pytest.mark.parametrize("depth", [0, 1])
+    def test_a_big_request_does_not_block_small_ones(self, make_scheduler: MakeScheduler, depth: int) -> None:
         """Law 12: requests that need half the pool each, and small ones behind them."""
-        loop = free_core(scheduler=make_scheduler(), num_blocks=16, max_model_len=64)
+        loop = free_core(scheduler=make_scheduler(), num_blocks=16, max_model_len=64, overlap_depth=depth)
         for key in range(6):
             loop.core.add(free_request(key, [3] * 28, 20, arrival_s=0.0))
         for key in range(10, 14):
             loop.core.add(free_request(key, [4] * 3, 2, arrival_s=1.0))
         loop.run(max_steps=400)
         assert len(loop.answers.finished) == 10
+        loop.close()
