@@ -14,6 +14,7 @@ from enginectl.config import EngineConfig
 from enginectl.engine.audience import Audience
 from enginectl.engine.client import EngineClient, EngineState
 from enginectl.engine.messages import Abort, Control, Reply, Submit, ToEngine
+from enginectl.engine.news import News
 from enginectl.engine.router import OutputRouter, Ticket
 from enginectl.engine.validate import validate_request
 from enginectl.errors import EngineDeadError, OverloadedError, RequestError
@@ -66,13 +67,12 @@ class RoutedClient(EngineClient):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputChunk]]:
         """See `EngineClient.generate`."""
-        news = asyncio.Event()
-        ticket = self._open(request, news.set)
+        news = News()
+        ticket = self._open(request, news.announce)
         try:
             while True:
                 while not ticket.pending and ticket.failure is None and not ticket.is_done:
-                    news.clear()
-                    await news.wait()
+                    await news.next()
                 if ticket.failure is not None:
                     raise ticket.failure
                 if ticket.pending:
