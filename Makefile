@@ -4,7 +4,7 @@ MODEL = .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 NAME = SmolLM2-135M-Instruct
 PYTEST = .venv/bin/python -m pytest
 
-.PHONY: serve test test-slow check
+.PHONY: serve test test-slow check bench
 
 serve: ## Serve the demo model: make serve ARGS="--port 8123"
 	@scripts/bootstrap.sh serve
@@ -21,3 +21,7 @@ test-slow: ## The tests that take longer
 check: ## Lint, format and types
 	@scripts/bootstrap.sh test
 	@scripts/check.sh
+
+bench: ## Benchmarks that need no peer, short: make bench ARGS="startup host_overhead"
+	@scripts/bootstrap.sh test
+	.venv/bin/python bench/run_all.py $(ARGS)

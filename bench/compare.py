@@ -9,7 +9,8 @@ openvino-genai optimum-intel nncf`, and `optimum-cli export openvino -m DIR --ta
 
 Each round runs each engine once on a workload; figures are medians over the rounds, tokens a second of whole-batch
 wall time (prompt tokens for W5), and ratios of medians. Greedy outputs are compared: engines in bf16 may part at a near
-tie, so the agreement printed is the mean share of tokens before the first difference.
+tie, so the agreement printed is the mean share of tokens before the first difference. The roofline of each workload is
+what this machine's bandwidth and FLOP/s, measured first, allow at best (`bench/roofline.py`).
 
 Engines that wait are stopped (SIGSTOP): some of them spin, which costs whoever is measured up to half its rate.
 """
@@ -25,12 +26,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plot
+import roofline
 
 HERE = Path(__file__).parent
 REAL = {"W1": (1, 16, 64), "W2": (8, 128, 64), "W3": (32, 128, 64), "W4": (64, 128, 64), "W5": (8, 1024, 1)}
@@ -76,19 +79,28 @@ class Worker:
 
     def run(self, workload: str, prompts: list[list[int]], max_tokens: int, *, count: bool = True) -> None:
         """Time one batch. A short one is repeated until what was stopped is surely awake; the last time counts."""
-        self._signal(signal.SIGCONT)
-        awake = time.perf_counter() + AWAKE_S
-        answer = self._generate(prompts, max_tokens)
-        while answer["seconds"] < AWAKE_S and time.perf_counter() < awake:
-            answer = self._generate(prompts, max_tokens)
-        self._signal(signal.SIGSTOP)
+        with self.awake():
+            awake = time.perf_counter() + AWAKE_S
+            answer = self.generate(prompts, max_tokens)
+            while answer["seconds"] < AWAKE_S and time.perf_counter() < awake:
+                answer = self.generate(prompts, max_tokens)
         if not count:
             return
         amount = len(prompts) * (len(prompts[0]) if max_tokens == 1 else max_tokens)
         self.rates.setdefault(workload, []).append(amount / answer["seconds"])
         self.tokens[workload] = answer["tokens"]
 
-    def _generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let it run for a while."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """One batch of an engine that is awake: its seconds, and the tokens."""
         assert self.process.stdin is not None, "opened with a pipe"
         print(json.dumps({"prompts": prompts, "max_tokens": max_tokens}), file=self.process.stdin, flush=True)
         return self._read()
@@ -122,9 +134,15 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
 
 @contextlib.contextmanager
 def started_workers(args: argparse.Namespace) -> Iterator[list[Worker]]:
-    """Ours first, then the peers that were given. However it ends, their processes end with it."""
+    """Ours first, then the peers that were given."""
+    with running(wanted_workers(args), args.threads) as workers:
+        yield workers
+
+
+def wanted_workers(args: argparse.Namespace) -> list[tuple[str, ...]]:
+    """Name, interpreter, script, model and options of each."""
     openvino_model = args.openvino_model or args.model
-    wanted = [("enginectl", sys.executable, "run_ours.py", args.model, *args.option)]
+    wanted: list[tuple[str, ...]] = [("enginectl", sys.executable, "run_ours.py", args.model, *args.option)]
     if args.hf:
         wanted.append(("hf", args.hf, "run_hf.py", args.model))
     if args.vllm:
@@ -132,11 +150,17 @@ def started_workers(args: argparse.Namespace) -> Iterator[list[Worker]]:
     if args.openvino:
         wanted.append(("openvino", args.openvino, "run_openvino.py", openvino_model))
         wanted.append(("openvino-f32", args.openvino, "run_openvino.py", openvino_model, "hint=f32"))
+    return wanted
+
+
+@contextlib.contextmanager
+def running(wanted: Sequence[tuple[str, ...]], threads: int) -> Iterator[list[Worker]]:
+    """Start them, one after another. However it ends, their processes end with it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     workers: list[Worker] = []
     try:
         for name, python, script, model, *options in wanted:
-            workers.append(Worker.start(name, python, script, model, args.threads, *options))
+            workers.append(Worker.start(name, python, script, model, threads, *options))
         yield workers
     finally:
         for worker in workers:
@@ -156,12 +180,15 @@ def main() -> None:
     parser.add_argument("--openvino", metavar="PYTHON")
     parser.add_argument("--openvino-model", metavar="DIR")
     parser.add_argument("--hf", metavar="PYTHON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG here")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     table = TINY if args.tiny else REAL
     names = args.workloads or list(table)
     random = np.random.default_rng(0)
     batches = {name: random.integers(100, 49000, table[name][:2]).tolist() for name in names}
+    machine, shape = roofline.measure(args.threads), roofline.Shape.read(Path(args.model))
+    bounds = {name: roofline.bound(machine, shape, *table[name]) for name in names}
     with started_workers(args) as workers:
         for name in names:
             for turn in range(args.rounds + 1):  # the first is a warm-up
@@ -170,14 +197,26 @@ def main() -> None:
                     if turn:
                         rate = worker.rates[name][-1]
                         print(f"{name} {worker.name}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
-        report(workers, names, as_json=args.json)
+        rows = summary(workers, bounds)
+        ready_s = {worker.name: round(worker.ready_s, 2) for worker in workers}
+    if args.plot:
+        args.plot.write_text(plot.bars(rows, bounds))
+    if args.json:
+        measured = {"gb_per_s": round(machine.bytes_per_s / 1e9, 1), "gflop_per_s": round(machine.flop_per_s / 1e9)}
+        limits = {name: round(bound, 1) for name, bound in bounds.items()}
+        print(json.dumps({"machine": measured, "roofline": limits, "ready_s": ready_s, "workloads": rows}))
+        return
+    print(f"roofline: {machine.bytes_per_s / 1e9:.1f} GB/s, {machine.flop_per_s / 1e9:.0f} GFLOP/s")
+    for name, row in rows.items():
+        for engine, values in row.items():
+            print(f"{name:5s} {engine:14s} " + "  ".join(f"{key} {value}" for key, value in values.items()))
 
 
-def report(workers: list[Worker], names: list[str], *, as_json: bool) -> None:
-    """Medians, spreads, ratios, agreement."""
+def summary(workers: list[Worker], bounds: dict[str, float]) -> dict[str, Any]:
+    """Medians, spreads, ratios, share of the roofline, agreement."""
     ours = workers[0]
     rows: dict[str, Any] = {}
-    for name in names:
+    for name, bound in bounds.items():
         rows[name] = {}
         for worker in workers:
             rates = worker.rates[name]
@@ -187,14 +226,10 @@ def report(workers: list[Worker], names: list[str], *, as_json: bool) -> None:
                 "min": round(min(rates), 1),
                 "max": round(max(rates), 1),
                 "ratio": round(statistics.median(ours.rates[name]) / median, 3),
+                "of_roofline": round(median / bound, 3),
                 "agreement": round(agreement(ours.tokens[name], worker.tokens[name]), 3),
             }
-    if as_json:
-        print(json.dumps({"ready_s": {w.name: round(w.ready_s, 2) for w in workers}, "workloads": rows}))
-        return
-    for name, row in rows.items():
-        for engine, values in row.items():
-            print(f"{name:5s} {engine:14s} " + "  ".join(f"{key} {value}" for key, value in values.items()))
+    return rows
 
 
 if __name__ == "__main__":

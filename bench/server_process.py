@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _POLL_S = 0.1
 _STOP_S = 20.0
@@ -59,13 +60,23 @@ class ServerProcess:
 
     def stop(self, timeout_s: float = _STOP_S) -> int:
         """Ask it to end, make it end, and whatever it started in its session with it. Returns its exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
+        return end_session(self.process, timeout_s)
+
+
+def end_session(process: subprocess.Popen[Any], timeout_s: float = _STOP_S) -> int:
+    """Ask a process that leads a session to end, make it end, and whatever it started there. Returns its exit status."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def stop_on_signals() -> None:
+    """SIGTERM ends this process as an exception does, so that `finally` and exit stacks stop what it started."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def free_port() -> int:

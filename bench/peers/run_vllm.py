@@ -1,4 +1,4 @@
-"""vLLM on a CPU, its offline `LLM`."""
+"""vLLM on a CPU, its offline `LLM`. Options: enable_prefix_caching=true | false."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make(model: str, options: dict[str, str]) -> Generate:
         max_model_len=2048,
         max_num_seqs=256,
         max_num_batched_tokens=2048,
-        enable_prefix_caching=False,
+        enable_prefix_caching=options.get("enable_prefix_caching") == "true",
     )
 
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:

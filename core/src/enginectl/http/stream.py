@@ -92,6 +92,10 @@ class EventStream(Response):
         return since is not None and time.monotonic() - since > self._stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # In a task of its own: a frame then wakes this coroutine alone, and not through the dozen around it that wait.
+        await asyncio.create_task(self._stream(scope, receive, send))
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
         try:
             async with until_disconnect(receive, self._is_stalled, check_s=self._stall_s / 4):
