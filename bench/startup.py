@@ -21,7 +21,7 @@ import threading
 import time
 from pathlib import Path
 
-from server_process import end_session, free_port
+from server_process import end_session, free_port, stop_on_signals
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 STAGES = {
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--option", action="append", default=[], metavar="OPTION", help="one more word for `serve`")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
+    stop_on_signals()
     models = [args.model, *([args.tiny] if args.tiny else [])]
     found = {Path(model).name: measure(model, args.rounds, args.option) for model in models}
     if args.json:
