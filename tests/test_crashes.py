@@ -153,6 +153,23 @@ def test_a_hung_engine_does_not_hold_up_the_shutdown(
     assert "does not answer" in json.loads(last.removeprefix("data: "))["error"]["message"]
 
 
+def test_a_hung_engine_is_ended_and_started_again(serve: Serve, tiny_llama: Path, streams: ThreadPoolExecutor) -> None:
+    """It was reported and stayed: its clients waited for ever."""
+    server = start(serve, tiny_llama, "--step-timeout-s", "2")
+    expected = complete(server)
+    all_running = Barrier(2)
+    reading = streams.submit(read_to_the_end, server.url, all_running)
+    hung = server.engine()
+    all_running.wait(30)
+    hung.suspend()
+    *_, last = reading.result(15)
+    assert "the engine hung" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert until(lambda: server.health()[0] == 200, 60.0)
+    assert is_gone(hung)
+    assert complete(server) == expected
+    assert "the engine has said nothing for" in server.log
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ending_it_while_the_model_loads_leaves_nothing(serve: Serve, tiny_llama: Path, number: int) -> None:
     server = start(serve, tiny_llama)

@@ -155,6 +155,25 @@ class TestAnswers:
         assert "Traceback" not in answer.text
 
 
+class TestDeadlines:
+    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_request_whose_time_is_over_ends_with_504(self, server: Any, path: str, stream: bool) -> None:
+        """It was answered with 500. One that has begun to stream ends with an error event."""
+        prompt = {"messages": messages("go on")} if path == CHAT else {}
+        body = {name: value for name, value in LONG.items() if path == COMPLETIONS or name != "prompt"} | prompt
+        answer = httpx.post(server.url + path, json={**body, "stream": stream, "timeout": 0.4}, timeout=30)
+        if stream:
+            *_, last = events(iter(answer.text.splitlines()))
+            error = last["error"] if last is not None else {}
+        else:
+            assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
+            error = answer.json()["error"]
+        assert (error["code"], error["param"], error["type"]) == ("timeout", "timeout", "server_error")
+        assert "0.4 s exceeded" in error["message"]
+        assert until(lambda: server.stats()["num_blocks_in_use"] == 0, 2.0)
+
+
 class TestDisconnects:
     """Law 13: a client that goes away frees what it held within a step, and is counted as aborted."""
 

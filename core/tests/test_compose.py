@@ -128,7 +128,19 @@ def test_an_executor_that_answers_at_once_is_deferred_when_steps_overlap(depth: 
         ({"plugins": ["fcsf"]}, PluginError, "did you mean 'fcfs'"),
         ({"roles": {"sheduler": "fcfs"}}, EnginectlError, "sheduler"),
         ({"max_model_len": 100_000}, ConfigError, "256"),
-        ({"max_model_len": 200, "num_gpu_blocks_override": 4}, OutOfMemoryError, "64 tokens.*max-model-len 200"),
+        ({"max_model_len": 200, "num_gpu_blocks_override": 4}, ConfigError, "hold fewer than max_model_len, 200"),
+        ({"num_gpu_blocks_override": 4}, ConfigError, "hold fewer than max_model_len, 256; give at least 16"),
+        (
+            {"kv_cache_memory_bytes": 1 << 50},
+            ConfigError,
+            "kv-cache-memory-bytes is 1024 TiB, and this process may use",
+        ),
+        (
+            {"enable_lora": True, "lora_modules": {"a": "/none"}},
+            ConfigError,
+            "--lora-modules a=/none: nothing at '/none'",
+        ),
+        ({"speculative_config": {"method": "fcfs"}}, PluginError, "no speculative method named 'fcfs'"),
         ({"kv_cache_memory_bytes": 100}, OutOfMemoryError, "at least 2 are needed"),
         ({"device": "cuda"}, UnsupportedError, "no NVIDIA GPU"),
         ({"kv_cache_dtype": "bfloat16"}, ConfigError, "kv-cache-dtype bfloat16"),
@@ -148,8 +160,19 @@ def test_what_cannot_be_composed_is_refused(
         small(**options).close()
 
 
+def test_a_budget_smaller_than_the_batch_is_told(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It was accepted without a word, and most of the sequences that run did not advance."""
+    small(tiny_llama, max_num_seqs=8, max_num_batched_tokens=4).close()
+    assert "max_num_batched_tokens is 4, less than max_num_seqs, 8" in caplog.text
+    caplog.clear()
+    small(tiny_llama, max_num_seqs=8, max_num_batched_tokens=8).close()
+    assert "max_num_seqs" not in caplog.text
+
+
 def test_a_length_nobody_asked_for_shrinks_to_the_pool(tiny_llama: Path) -> None:
-    with small(tiny_llama, num_gpu_blocks_override=4) as engine:
+    with small(tiny_llama) as engine:
+        bytes_per_block = engine.info.kv_bytes_per_token * engine.info.block_size
+    with small(tiny_llama, kv_cache_memory_bytes=4 * bytes_per_block) as engine:
         assert engine.info.max_model_len == 64
         assert engine.info.num_kv_tokens == 64
         (output,) = engine.generate([[1]], SamplingParams(temperature=0.0, ignore_eos=True))

@@ -11,7 +11,7 @@ from enginectl.config import EngineConfig, ServerConfig
 from enginectl.config_sources import Resolved, engine_config, field_types, resolve
 from enginectl.errors import ConfigError, PluginError, UnsupportedError
 
-INSTALLED = ["fcfs", "torch", "ngram", "draft", "prefix-cache", "triton"]
+INSTALLED = ["fcfs", "torch", "ngram", "draft", "prefix-cache", "triton", "otel"]
 
 
 def resolved(
@@ -147,7 +147,7 @@ class TestAliases:
         assert answer.engine.plugins == ("triton", "ngram")
         options = {"num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
         assert answer.engine.plugin_options == {"ngram": options}
-        assert answer.engine.speculative_config is None
+        assert answer.engine.speculative_config == {"method": "ngram"}
         assert answer.origins["plugins.ngram.prompt_lookup_min"] == "--speculative-config"
 
     @pytest.mark.parametrize(
@@ -157,6 +157,12 @@ class TestAliases:
         engine = resolved({"speculative_config": text}).engine
         assert engine.plugins == ("draft",)
         assert engine.plugin_options == {"draft": {"model": "/d"}}
+
+    def test_a_traces_endpoint_is_a_plugin_and_its_section(self) -> None:
+        answer = resolved({"otlp_traces_endpoint": "http://c"})
+        assert answer.engine.plugins == ("otel",)
+        assert answer.engine.plugin_options == {"otel": {"endpoint": "http://c"}}
+        assert answer.engine.otlp_traces_endpoint is None
 
     def test_structured_outputs_backend_is_the_grammar_role(self) -> None:
         assert resolved({"structured_outputs_config": "xgrammar"}).engine.roles == {"grammar": "xgrammar"}
@@ -284,6 +290,10 @@ class TestErrors:
             ),
             ({"scheduling_policy": "priority", "scheduler": "fcfs"}, "give one of them"),
             ({"ssl_keyfile": "k"}, "belong together"),
+            ({"ssl_ca_certs": "a"}, "there is no TLS yet"),
+            ({"ssl_keyfile": "k", "ssl_certfile": "c", "ssl_ca_certs": "a"}, "with both, or with neither"),
+            ({"ssl_keyfile": "k", "ssl_certfile": "c", "ssl_cert_reqs": "required"}, "with both, or with neither"),
+            ({"num_gpu_blocks_override": "2", "max_model_len": "33"}, "give at least 3"),
             ({"enable_auto_tool_choice": True}, "needs a tool_call_parser"),
             ({"speculative_config": "{}"}, "method is None"),
             ({"speculative_config": "ngram"}, "allowed: a JSON object"),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +33,28 @@ from enginectl.types import FinishReason, OutputChunk
 ENGINE = EngineConfig(model="fake/model")
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
+
+# Of nobody: a self-signed certificate for localhost, and its key.
+TLS_KEY = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgYPuzlLLIPjeEJHwJ
+6pBZpV2mchnkXg0ljWJiQ4i1lhyhRANCAARe946uW1b9vMdzFtux8CMIQ03kzHyP
+m1hIz5uLOeTAR8vYW/wGzs4+g6b0keQyStVQ+5BtnyU/t2HdeygeDaMR
+-----END PRIVATE KEY-----
+"""
+TLS_CERTIFICATE = """\
+-----BEGIN CERTIFICATE-----
+MIIBnDCCAUGgAwIBAgIUSMfnfnUxf2Z5MWIU4BfN4ltM6v8wCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyOTIxMjUwNloYDzIxMjYxMTA1
+MjEyNTA2WjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAARe946uW1b9vMdzFtux8CMIQ03kzHyPm1hIz5uLOeTAR8vYW/wGzs4+
+g6b0keQyStVQ+5BtnyU/t2HdeygeDaMRo28wbTAdBgNVHQ4EFgQUYuE95VZJY5b5
+mvvKQ5u0BJwGqKcwHwYDVR0jBBgwFoAUYuE95VZJY5b5mvvKQ5u0BJwGqKcwDwYD
+VR0TAQH/BAUwAwEB/zAaBgNVHREEEzARgglsb2NhbGhvc3SHBH8AAAEwCgYIKoZI
+zj0EAwIDSQAwRgIhAI9wuBtY/0uyeAVS4EQQM2dJwdK12ZH6z+NginkcXVVcAiEA
+3Z8j1aQNp8mhMU2jm/u3BV1J7rD9hsQGzixapWK9ZVQ=
+-----END CERTIFICATE-----
+"""
 
 
 class PluginFrontend(Frontend):
@@ -509,6 +532,26 @@ async def test_unusable_tls_files_are_one_clear_error(tmp_path: Path) -> None:
     server = ServerConfig(port=0, ssl_certfile=str(tmp_path / "none.pem"), ssl_keyfile=str(tmp_path / "none.key"))
     with pytest.raises(UsageError, match="--ssl-certfile"):
         await run_server(make_app(client, server), client, server)
+
+
+async def test_tls_and_clients_that_need_a_certificate(tmp_path: Path) -> None:
+    """The options reach uvicorn: an address without TLS is refused, and so is a client without a certificate."""
+    (tmp_path / "key.pem").write_text(TLS_KEY)
+    (tmp_path / "cert.pem").write_text(TLS_CERTIFICATE)
+    files = {"ssl_keyfile": str(tmp_path / "key.pem"), "ssl_certfile": str(tmp_path / "cert.pem")}
+    stranger = ssl.create_default_context(cadata=TLS_CERTIFICATE)
+    known = ssl.create_default_context(cadata=TLS_CERTIFICATE)
+    known.load_cert_chain(files["ssl_certfile"], files["ssl_keyfile"])
+    async with serving(FakeClient(), **files) as url, httpx.AsyncClient(verify=stranger) as http:
+        assert url.startswith("https://")
+        assert (await http.get(f"{url}/health")).status_code == 200
+    files |= {"ssl_ca_certs": files["ssl_certfile"], "ssl_cert_reqs": "required"}
+    async with serving(FakeClient(), **files) as url:
+        async with httpx.AsyncClient(verify=known) as http:
+            assert (await http.get(f"{url}/health")).status_code == 200
+        async with httpx.AsyncClient(verify=stranger) as http:
+            with pytest.raises(httpx.TransportError):
+                await http.get(f"{url}/health")
 
 
 async def test_root_path() -> None:

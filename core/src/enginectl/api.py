@@ -225,6 +225,7 @@ class Engine:
     def close(self) -> None:
         """Free the engine. It cannot be used afterwards."""
         self._assembled.close()
+        self._audience.close()
 
     def __enter__(self) -> Self:
         """The engine itself."""

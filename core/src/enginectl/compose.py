@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from enginectl.config import EngineConfig
+from enginectl.config_aliases import check_method
+from enginectl.config_checks import check_adapter_paths, check_memory, model_path
 from enginectl.context import BuildContext, LoadedModel, Machine
 from enginectl.engine.admission import Admission
 from enginectl.engine.batch import RowTable
@@ -98,6 +100,8 @@ class Composer:
         """Open, negotiate, load, size, wire. Raises EnginectlError with the reason; nothing stays behind."""
         self._check_names()
         check_supported(self.config)
+        check_adapter_paths(self.config)
+        check_memory(self.config, self.machine)
         checkpoint = self._open()
         device = resolve_device(self.config, self.machine)
         dtype = resolve_dtype(self.config, checkpoint, self.machine, device)
@@ -128,6 +132,7 @@ class Composer:
     # -- choosing ------------------------------------------------------------------------------------------------
 
     def _check_names(self) -> None:
+        check_method(self.config, self.host)
         self.host.check_sections(self.config.plugin_options)
         for role in (*self.config.roles, *self.overrides):
             if role not in set(Role):
@@ -225,12 +230,7 @@ class Composer:
         return ctx.with_(engine=config, model_spec=spec)
 
     def _open(self) -> Checkpoint:
-        path = Path(self.config.model).expanduser()
-        if not path.exists():
-            raise ModelError(
-                f"no model at {str(path)!r}; give a directory with config.json and *.safetensors, or a .gguf file "
-                "(models are not downloaded)"
-            )
+        path = model_path(self.config.model)
         if (given := self._given(Role.WEIGHTS)) is not None:
             if not given.matches(path):
                 raise ModelError(f"{str(path)!r} is not in the format that {type(given).__name__} reads")

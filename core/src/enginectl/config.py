@@ -25,7 +25,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     use. num_gpu_blocks_override: exact number of KV blocks, whatever the memory.
     enable_prefix_caching: None means on when a prefix-index plugin is installed.
     prefix_caching_hash_algo: sha256, sha256_cbor, xxhash, xxhash_cbor. scheduling_policy: a scheduler's name.
-    overlap_depth: 0 runs host and device in turn; 1 prepares the next step while the device works; auto is 0.
+    overlap_depth: 0 runs host and device in turn; 1 prepares the next step while the device works; auto is 1 on a GPU
+    and 0 on a CPU. enforce_eager: no CUDA graphs; decode steps are launched kernel by kernel.
     seed: base of the seeds drawn for requests that bring none; None draws it from the system.
     num_threads: compute threads on a CPU, auto is the cores the process may use.
     plugins: entry points that must load and serve. only_plugins: hide every other plugin that is not core's.
@@ -34,8 +35,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculative_config: method and its options (needs a plugin for the role).
     tensor_parallel_size, pipeline_parallel_size, data_parallel_size: refused above 1 unless an executor can.
     max_num_queued_requests, max_num_queued_tokens: a fuller queue is answered with 503.
-    max_logprobs: most alternatives a request may ask for. step_timeout_s: a longer step is reported as hung.
+    max_logprobs: most alternatives a request may ask for. step_timeout_s: after so long without a
+    sign of life while requests are open, the engine process counts as hung, is ended and started again.
     generation_config: auto takes sampling defaults from the model, vllm ignores them.
+    otlp_traces_endpoint: collector that gets a span of each request, by OTLP over HTTP (needs `enginectl[otel]`).
     """
 
     model: str
@@ -56,6 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_caching_hash_algo: str = "sha256"
     scheduling_policy: str | None = None
     overlap_depth: int | None = None
+    enforce_eager: bool = False
     seed: int | None = None
     num_threads: int | None = None
     plugins: tuple[str, ...] = ()
@@ -76,6 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_logprobs: int = 20
     step_timeout_s: float = 300.0
     generation_config: str = "auto"
+    otlp_traces_endpoint: str | None = None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +89,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host, port: where to listen. uds: a Unix socket path instead. api_key: keys, any of which opens every route but
     /health. admin_api_key: opens administrative routes, which are off without it. served_model_name: names the base
     answers to, first is shown. chat_template: file or text instead of the model's. response_role: role in answers.
-    root_path: behind a proxy. allowed_origins …: CORS. ssl_*: passed to uvicorn. max_request_bytes: a longer body is
+    root_path: behind a proxy. allowed_origins …: CORS. ssl_*: passed to uvicorn; ssl_cert_reqs
+    says whether clients show certificates of ssl_ca_certs: none, optional, required. max_request_bytes: a longer body is
     413. drain_timeout_s: how long running requests may finish at shutdown. metrics_prefix: `enginectl` or e.g. `vllm`.
     metrics_need_key: /metrics needs the API key too. log_requests: one line per request, never its contents.
     tool_call_parser, enable_auto_tool_choice, reasoning_parser: parsers by name.
@@ -106,6 +112,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
+    ssl_cert_reqs: str = "none"
+    ssl_keyfile_password: str | None = None
     max_request_bytes: int = 32 * 1024 * 1024
     drain_timeout_s: float = 30.0
     metrics_prefix: str = "enginectl"

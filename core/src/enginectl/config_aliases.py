@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from enginectl.config import EngineConfig
 from enginectl.errors import ConfigError, PluginError, unknown
+from enginectl.provider import Role
+
+if TYPE_CHECKING:
+    from enginectl.plugins import PluginHost
 
 PACKAGES = {
     "triton": "enginectl-attention-triton",
@@ -24,6 +28,10 @@ METHODS = {"draft_model": "draft", "[ngram]": "ngram"}
 """Speculative methods whose plugin has another name. Every other method is its plugin's name."""
 
 
+ASKED_FOR = {Role.SPECULATOR: "--speculative-config", Role.ADAPTER: "--enable-lora"}
+"""Roles that stay empty unless somebody asks, and the flag that does."""
+
+
 def expand_aliases(
     config: EngineConfig, installed: Sequence[str], origins: MutableMapping[str, str] | None = None
 ) -> EngineConfig:
@@ -35,6 +43,7 @@ def expand_aliases(
     origins = {} if origins is None else origins
     plugins = tuple(dict.fromkeys(plugin_name(name, installed, _where(origins, "plugins")) for name in config.plugins))
     options: dict[str, dict[str, Any]] = {}
+    method: dict[str, Any] | None = None
     for given, section in config.plugin_options.items():
         first = next(iter(section), "")
         name = plugin_name(given, installed, origins.get(f"plugins.{given}.{first}", f"[plugins.{given}]"))
@@ -42,9 +51,8 @@ def expand_aliases(
         for key in section:
             if name != given and f"plugins.{given}.{key}" in origins:
                 origins[f"plugins.{name}.{key}"] = origins.pop(f"plugins.{given}.{key}")
-    if config.speculative_config is not None:
-        where = _where(origins, "speculative_config")
-        name, section = speculative_plugin(config.speculative_config, installed, where)
+    for field, name, section in _aliases(config, installed, origins):
+        where = _where(origins, field)
         for key in set(section) & set(options.get(name, {})):
             if section[key] != options[name][key]:
                 raise ConfigError(
@@ -55,10 +63,29 @@ def expand_aliases(
         options[name] = {**options.get(name, {}), **section}
         origins["plugins"] = f"{origins['plugins']}, {where}" if "plugins" in origins else where
         origins.update({f"plugins.{name}.{key}": where for key in section})
+        if field == "speculative_config":
+            method = {"method": name}
     roles = {role: name for role, name in config.roles.items() if name != "auto"}
     return msgspec.structs.replace(
-        config, plugins=plugins, plugin_options=options, roles=roles, speculative_config=None
+        config,
+        plugins=plugins,
+        plugin_options=options,
+        roles=roles,
+        speculative_config=method,
+        otlp_traces_endpoint=None,
     )
+
+
+def _aliases(
+    config: EngineConfig, installed: Sequence[str], origins: MutableMapping[str, str]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Fields that mean a plugin: the field, which plugin, and the options for it."""
+    field = "speculative_config"
+    if config.speculative_config is not None:
+        yield field, *speculative_plugin(config.speculative_config, installed, _where(origins, field))
+    field = "otlp_traces_endpoint"
+    if config.otlp_traces_endpoint is not None:
+        yield field, plugin_name("otel", installed, _where(origins, field)), {"endpoint": config.otlp_traces_endpoint}
 
 
 def speculative_plugin(
@@ -72,7 +99,28 @@ def speculative_plugin(
             f'{where}: method is {method!r}; allowed: a speculator plugin such as "ngram" or "draft", '
             'as in {"method": "ngram", "num_speculative_tokens": 4}'
         )
-    return plugin_name(METHODS.get(method, method), installed, where), options
+    wanted = METHODS.get(method, method)
+    try:
+        return plugin_name(wanted, installed, where), options
+    except PluginError:
+        if any(canonical(wanted) == canonical(name) for name in PACKAGES):
+            raise
+        from enginectl.plugins import PluginHost
+
+        raise unknown_method(method, PluginHost(), where) from None
+
+
+def unknown_method(method: str, host: PluginHost, where: str) -> PluginError:
+    """The error for a speculative method that no speculator plugin has the name of."""
+    names = {entry.plugin.name for entry in host.catalogue[Role.SPECULATOR].values()}
+    return PluginError(f"{where}: {unknown('speculative method', method, names, hint=install_hint(method))}")
+
+
+def check_method(config: EngineConfig, host: PluginHost) -> None:
+    """Raise PluginError if the plugin that `speculative_config` means speculates on nothing."""
+    method = (config.speculative_config or {}).get("method")
+    if method is not None and all(entry.plugin.name != method for entry in host.catalogue[Role.SPECULATOR].values()):
+        raise unknown_method(method, host, "--speculative-config")
 
 
 def plugin_name(given: str, installed: Iterable[str], where: str) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from enginectl.config import EngineConfig, ServerConfig
-from enginectl.errors import ConfigError, UnsupportedError, nearest
+from enginectl.context import Machine
+from enginectl.errors import ConfigError, ModelError, UnsupportedError, nearest
 from enginectl.logs import FORMATS, LEVELS, LogConfig
+from enginectl.units import format_size
 
 BUILTIN_EXECUTOR = "local"
 
@@ -67,6 +70,7 @@ SERVER_RANGES: dict[str, Range] = {
     "port": Range(lambda port: 0 <= port <= 65535, "0 (any free port) to 65535"),
     "max_request_bytes": _at_least(1),
     "drain_timeout_s": _at_least(0),
+    "ssl_cert_reqs": _one_of("none", "optional", "required"),
     "metrics_prefix": Range(
         lambda text: re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", text) is not None, "letters, digits and underscores"
     ),
@@ -91,6 +95,8 @@ def validate_config(config: EngineConfig, origins: Mapping[str, str] | None = No
             f"long_prefill_token_threshold is {config.long_prefill_token_threshold}, and chunked prefill is off: a prompt "
             "that may not be spread over steps cannot be slowed. Turn chunked prefill on or leave the threshold out."
         )
+    if config.num_gpu_blocks_override is not None and config.max_model_len is not None:
+        check_blocks(config.num_gpu_blocks_override, config.block_size, config.max_model_len)
     _check_adapters(config)
     scheduler = config.roles.get("scheduler")
     if scheduler and config.scheduling_policy and scheduler != config.scheduling_policy:
@@ -100,13 +106,73 @@ def validate_config(config: EngineConfig, origins: Mapping[str, str] | None = No
     _check_parallel(config)
 
 
+def check_blocks(num_blocks: int, block_size: int, max_model_len: int) -> None:
+    """Raise ConfigError if a number of blocks somebody chose cannot hold one sequence."""
+    if num_blocks * block_size < max_model_len:
+        raise ConfigError(
+            f"--num-gpu-blocks-override {num_blocks}: {num_blocks} blocks of {block_size} tokens hold fewer than "
+            f"max_model_len, {max_model_len}; give at least {-(-max_model_len // block_size)}, or lower --max-model-len"
+        )
+
+
+def check_memory(config: EngineConfig, machine: Machine) -> None:
+    """Raise ConfigError if more is asked for KV than the machine has."""
+    wanted = config.kv_cache_memory_bytes
+    on_gpu = config.device.startswith("cuda") or (config.device == "auto" and machine.gpus)
+    here = max((gpu.memory_bytes for gpu in machine.gpus), default=0) if on_gpu else machine.memory_bytes
+    if wanted is not None and here and wanted > here:
+        where = "the largest GPU has" if on_gpu else "this process may use"
+        raise ConfigError(
+            f"--kv-cache-memory-bytes is {format_size(wanted)}, and {where} {format_size(here)}; lower it, and leave room "
+            "for the weights"
+        )
+
+
+def model_path(model: str) -> Path:
+    """Where the model is. Raises ModelError if nothing is there."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ModelError(
+            f"no model at {str(path)!r}; give a directory with config.json and *.safetensors, or a .gguf file (models are "
+            "not downloaded)"
+        )
+    return path
+
+
+def check_adapter_paths(config: EngineConfig) -> None:
+    """Raise ConfigError for an adapter that is not where it is said to be."""
+    for name, path in config.lora_modules.items():
+        if not Path(path).expanduser().exists():
+            raise ConfigError(
+                f"--lora-modules {name}={path}: nothing at {path!r}; give the directory with adapter_config.json"
+            )
+
+
 def validate_server(config: ServerConfig, origins: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError for a value out of range or two that contradict each other."""
     _check_ranges(config, SERVER_RANGES, origins or {})
+    check_keys(config)
     if (config.ssl_keyfile is None) != (config.ssl_certfile is None):
         raise ConfigError("ssl_keyfile and ssl_certfile belong together; one of them is missing")
+    if config.ssl_certfile is None and (config.ssl_ca_certs is not None or config.ssl_keyfile_password is not None):
+        raise ConfigError(
+            "ssl_ca_certs and ssl_keyfile_password need ssl_certfile and ssl_keyfile: there is no TLS yet"
+        )
+    if (config.ssl_ca_certs is not None) != (config.ssl_cert_reqs != "none"):
+        raise ConfigError(
+            f"ssl_cert_reqs is {config.ssl_cert_reqs} and ssl_ca_certs is {config.ssl_ca_certs or 'not given'}: clients are "
+            "asked for certificates of those authorities with both, or with neither"
+        )
     if config.enable_auto_tool_choice and config.tool_call_parser is None:
         raise ConfigError("enable_auto_tool_choice needs a tool_call_parser: without one no call would be recognised")
+
+
+def check_keys(config: ServerConfig) -> None:
+    """Raise ConfigError for keys that would open nothing, or more than they should."""
+    if any(not key.strip() for key in config.api_key) or (config.admin_api_key or "x").strip() == "":
+        raise ConfigError("an API key is empty; leave the option out to serve without keys")
+    if config.admin_api_key is not None and config.admin_api_key in config.api_key:
+        raise ConfigError("admin_api_key must differ from every api_key, whose holders would be administrators")
 
 
 def validate_logs(config: LogConfig, origins: Mapping[str, str] | None = None) -> None:

@@ -75,6 +75,13 @@ class NotFoundError(RequestError):
         super().__init__(message, param=param, code=code, status=404)
 
 
+class DeadlineError(RequestError):
+    """The request's own `timeout` passed before it was done (504)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="timeout", code="timeout", status=504)
+
+
 class OverloadedError(RequestError):
     """The queue is full or the engine is draining (503). `retry_after_s` becomes the Retry-After header."""
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
+
 from enginectl.context import Gpu, Machine
 from enginectl.nvml import find_gpus
 
@@ -27,6 +29,8 @@ DISTRIBUTIONS = (
     "llguidance",
     "ray",
     "numpy",
+    "opentelemetry-sdk",
+    "opentelemetry-exporter-otlp-proto-http",
 )
 """Whose versions a provider may want to know."""
 
@@ -99,6 +103,15 @@ def visible_gpus(gpus: Iterable[tuple[str, Gpu]], visible: str | None) -> tuple[
             break
         chosen.append(matches[0])
     return tuple(chosen)
+
+
+def seen_from(machine: Machine, device: str) -> Machine:
+    """The machine as parts that compute on this device see it: a CPU has no GPU beside it, and `cuda:N` comes first."""
+    if not device.startswith("cuda"):
+        return msgspec.structs.replace(machine, gpus=())
+    index = int(device.partition(":")[2] or 0)
+    chosen, others = machine.gpus[index : index + 1], machine.gpus[:index] + machine.gpus[index + 1 :]
+    return msgspec.structs.replace(machine, gpus=chosen + others)
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ One host per engine and nothing module-global, so two engines in one process may
 from __future__ import annotations
 
 import logging
+import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ ENTRY_POINT_GROUP = "enginectl"
 CORE_DISTRIBUTION = "enginectl"
 
 log = logging.getLogger("enginectl.plugins")
+
+_MISSING = re.compile(r"Object missing required field `(\w+)`.*")
 
 
 @dataclass(slots=True)
@@ -275,7 +278,9 @@ class PluginHost:
             kinds = {field.name: field.type for field in msgspec.structs.fields(config)}
             return msgspec.convert({k: _listed(v, kinds[k]) for k, v in values.items()}, config, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"[plugins.{plugin.name}]: {error}") from error
+            missing = _MISSING.fullmatch(str(error))
+            advice = f"; give it as --{plugin.name}.{missing[1].replace('_', '-')}" if missing else ""
+            raise ConfigError(f"[plugins.{plugin.name}]: {error}{advice}") from error
 
     def check_sections(self, sections: Iterable[str]) -> None:
         """Raise ConfigError for a section that belongs to no installed plugin."""

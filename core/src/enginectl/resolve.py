@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from enginectl.config import EngineConfig
+from enginectl.config_checks import check_blocks
 from enginectl.context import Machine
 from enginectl.errors import ConfigError, OutOfMemoryError, UnsupportedError
 from enginectl.interfaces.kv import KVGroup, KVLayout
@@ -81,10 +82,20 @@ def resolve_lengths(config: EngineConfig, spec: ModelSpec, layout: KVLayout | No
             )
         budget = length
     if layout is None:
+        if budget < config.max_num_seqs:
+            log.warning(
+                "max_num_batched_tokens is %d, less than max_num_seqs, %d: so many sequences can run, and only %d of them "
+                "advance in a step; raise one or lower the other",
+                budget,
+                config.max_num_seqs,
+                budget,
+            )
         # The model's own maximum stays open until the pool is sized.
         return msgspec.structs.replace(config, max_num_batched_tokens=budget)
     capacity = (layout.num_blocks - 1) * layout.block_size
     if length > capacity:
+        if config.num_gpu_blocks_override is not None:
+            check_blocks(config.num_gpu_blocks_override, config.block_size, length)
         if config.max_model_len is not None:
             raise OutOfMemoryError(
                 f"the KV pool holds {capacity} tokens, fewer than --max-model-len {length}; lower it, or raise "

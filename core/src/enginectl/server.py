@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -25,6 +26,7 @@ from starlette.routing import BaseRoute, Route
 
 from enginectl import __version__
 from enginectl.config import EngineConfig, ServerConfig
+from enginectl.config_checks import check_keys
 from enginectl.engine.client import EngineClient
 from enginectl.errors import ConfigError, UsageError, nearest
 from enginectl.http.errors import error_response, json_response
@@ -55,7 +57,7 @@ def build_app(
     info: what /server_info shows besides the engine's own.
     Raises ConfigError if two frontends claim one route or a server option cannot be honoured.
     """
-    _check_keys(server)
+    check_keys(server)
     ctx = FrontendContext(client, tokenizer, engine, server, observers, dict(info or {}))
     document = _openapi(frontends)
 
@@ -75,13 +77,6 @@ def build_app(
     )
     app.router.redirect_slashes = False
     return app
-
-
-def _check_keys(server: ServerConfig) -> None:
-    if any(not key.strip() for key in server.api_key) or (server.admin_api_key or "x").strip() == "":
-        raise ConfigError("an API key is empty; leave the option out to serve without keys")
-    if server.admin_api_key is not None and server.admin_api_key in server.api_key:
-        raise ConfigError("admin_api_key must differ from every api_key, whose holders would be administrators")
 
 
 def _middleware(server: ServerConfig) -> list[Middleware]:
@@ -129,7 +124,8 @@ def _no_such_route(paths: Sequence[str]) -> Callable[[Request, Exception], Respo
 
 
 def _openapi(frontends: Sequence[Frontend]) -> dict[str, Any]:
-    paths: dict[str, Any] = {}
+    itself = {"200": {"description": "success", "content": {"application/json": {"schema": {"type": "object"}}}}}
+    paths: dict[str, Any] = {OPENAPI_PATH: {"get": {"summary": "This document", "responses": itself}}}
     schemas: dict[str, Any] = {}
     for frontend in frontends:
         part = frontend.openapi()
@@ -240,6 +236,8 @@ def _uvicorn_config(app: Starlette, server: ServerConfig) -> uvicorn.Config:
         ssl_keyfile=server.ssl_keyfile,
         ssl_certfile=server.ssl_certfile,
         ssl_ca_certs=server.ssl_ca_certs,
+        ssl_cert_reqs=ssl.VerifyMode[f"CERT_{server.ssl_cert_reqs.upper()}"],
+        ssl_keyfile_password=server.ssl_keyfile_password,
     )
     try:
         config.load()

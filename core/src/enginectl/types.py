@@ -73,6 +73,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     speculation: str | int = "auto"
 
 
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frontend knows about the call that a request belongs to; only observers read it.
+
+    operation: "chat", "text_completion". model: the name that was asked for. trace_headers: `traceparent` and
+    `tracestate`, lower case, if the caller traces.
+    """
+
+    operation: str
+    model: str
+    is_streamed: bool = False
+    trace_headers: dict[str, str] = {}
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to complete, `params.n` times.
 
@@ -80,6 +93,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: lower runs first under the priority scheduler. cache_salt: separates prefix-cache entries.
     tenant: whom fairness is counted against. timeout_s: ends the request with an error after this long.
     choice_offset: number of its first choice, so that equal prompts of one call draw different noise from one seed.
+    call: what it belongs to, where a frontend knows.
     """
 
     request_id: str
@@ -91,6 +105,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     timeout_s: float | None = None
     choice_offset: int = 0
+    call: Call | None = None
 
 
 class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -232,7 +247,7 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """How a whole request ended, for observers, hooks and the access log."""
+    """How a whole request ended, for observers, hooks and the access log. request: what was asked."""
 
     request_id: str
     reasons: tuple[FinishReason, ...]
@@ -242,6 +257,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 0
     n: int = 1
     error: str | None = None
+    request: GenerateRequest | None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

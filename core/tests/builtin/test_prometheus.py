@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from enginectl.builtin.prometheus import (
+    MAX_ADAPTERS,
     METRICS,
     Histogram,
     PrometheusFrontend,
@@ -19,7 +21,7 @@ from enginectl.builtin.prometheus import (
 from enginectl.config import EngineConfig, ServerConfig
 from enginectl.errors import ConfigError
 from enginectl.server import build_app
-from enginectl.testing.fake_client import FakeClient
+from enginectl.testing.fake_client import FakeClient, fake_info
 from enginectl.types import EngineStats, FinishedRequest, FinishReason, Timings, Usage
 
 ENGINE = EngineConfig(model="fake/model")
@@ -37,9 +39,19 @@ def finished(**changes: Any) -> FinishedRequest:
     return FinishedRequest(**(values | changes))
 
 
-async def scrape(observer: PrometheusObserver, **options: Any) -> dict[str, Any]:
+class WithAdapters(FakeClient):
+    """An engine that serves adapters."""
+
+    def __init__(self) -> None:
+        super().__init__(info=fake_info(table=(("adapter", "sgmv", "sgmv", "dist", "1"),)))
+
+    def open_adapters(self) -> tuple[frozenset[str], frozenset[str]]:
+        return frozenset({"billing", "support"}), frozenset({"legal"})
+
+
+async def scrape(observer: PrometheusObserver, *, client: FakeClient | None = None, **options: Any) -> dict[str, Any]:
     """Families by name."""
-    app = build_app(FakeClient(), None, ENGINE, ServerConfig(**options), [PrometheusFrontend()], [observer])
+    app = build_app(client or FakeClient(), None, ENGINE, ServerConfig(**options), [PrometheusFrontend()], [observer])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
         response = await http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
@@ -58,7 +70,7 @@ def value(families: dict[str, Any], name: str, **labels: str) -> float:
 async def test_the_scrape_has_exactly_the_metrics_of_the_table(prefix: str) -> None:
     observer = build_observer(None)  # type: ignore[arg-type]
     observer.on_finished(finished())
-    families = await scrape(observer, metrics_prefix=prefix)
+    families = await scrape(observer, client=WithAdapters(), metrics_prefix=prefix)
     assert list(families) == [f"{prefix}:{metric.name}" for metric in METRICS]
     for metric in METRICS:
         family = families[f"{prefix}:{metric.name}"]
@@ -68,12 +80,12 @@ async def test_the_scrape_has_exactly_the_metrics_of_the_table(prefix: str) -> N
 
 
 def test_the_table_has_the_names_that_dashboards_read() -> None:
-    """The list in the compatibility document, less lora_requests_info, which needs adapters."""
+    """The list in the compatibility document."""
     documented = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries prefix_cache_hits
         num_preemptions prompt_tokens generation_tokens request_success time_to_first_token_seconds
         inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
         request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds iteration_tokens_total
-        spec_decode_num_draft_tokens spec_decode_num_accepted_tokens cache_config_info"""
+        spec_decode_num_draft_tokens spec_decode_num_accepted_tokens lora_requests_info cache_config_info"""
     assert set(documented.split()) <= {metric.name for metric in METRICS}
 
 
@@ -155,6 +167,18 @@ async def test_choices_and_adapters_are_told_apart() -> None:
     assert value(families, "enginectl:e2e_request_latency_seconds_count", adapter="") == 0
 
 
+async def test_series_of_adapters_are_bounded() -> None:
+    """A server that had thousands of adapters kept a label, and thirty series, for each of them."""
+    observer = PrometheusObserver()
+    for i in range(3 * MAX_ADAPTERS):
+        observer.on_finished(finished(adapter=f"a{i}"))
+        observer.on_finished(finished(adapter="used all the time"))
+        observer.on_finished(finished())
+    names = {"", "used all the time", *(f"a{i}" for i in range(2 * MAX_ADAPTERS + 1, 3 * MAX_ADAPTERS))}
+    assert set(observer.histograms("e2e_request_latency_seconds")) == names
+    assert {adapter for _, adapter in observer.successes} == names
+
+
 async def test_a_request_that_never_ran_has_no_times() -> None:
     observer = PrometheusObserver()
     timings = (Timings(10.0, 0.0, 0.0, 11.0, 0),)
@@ -196,3 +220,13 @@ async def test_openmetrics_is_served_to_those_who_ask() -> None:
         response = await http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
+
+
+async def test_adapters_of_open_requests() -> None:
+    name, before = "enginectl:lora_requests_info", time.time()
+    families = await scrape(PrometheusObserver(), client=WithAdapters())
+    labels = {"running_lora_adapters": "billing,support", "waiting_lora_adapters": "legal", "max_lora": "4"}
+    assert value(families, name, **labels) >= before
+    assert families[name].samples
+    without = await scrape(PrometheusObserver())
+    assert without[name].samples == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +14,19 @@ from typing import Any
 import pytest
 import typer
 
+import enginectl
 from enginectl import hookimpl
 from enginectl.cli import main
-from enginectl.cli.app import _add_plugin_commands
+from enginectl.cli.app import _add_plugin_commands, build_app
 from enginectl.cli.config import as_toml
 from enginectl.config import EngineConfig
 from enginectl.config_aliases import check_promises
 from enginectl.config_sources import resolve
 from enginectl.errors import PluginError
 from enginectl.plugins import Plugin, PluginHost
+
+NOT_OURS = frozenset({"--no-build-isolation"})
+"""Flags of other programs that messages name."""
 
 HEAVY = ("torch", "transformers", "starlette", "uvicorn", "triton", "numpy", "tokenizers", "asyncio")
 
@@ -156,6 +162,40 @@ class TestAnswers:
             status, out, err = run(f"{command} --help", capsys)
             assert (status, err) == (0, "")
             assert f"enginectl {command}" in out
+
+    def test_help_cuts_no_flag_on_a_narrow_terminal(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """At 80 columns, `--max-num-batched-tokens` was shown as `--max-num-batched-t…`."""
+        monkeypatch.setenv("COLUMNS", "80")
+        app: Any = typer.main.get_command(build_app())
+        for command in ("serve", "generate", "chat", "config", "simulate"):
+            out = run(f"{command} --help", capsys)[1]
+            for param in app.commands[command].params:
+                assert all(name in out for name in (*param.opts, *param.secondary_opts) if name.startswith("--")), param
+            assert max(map(len, out.splitlines())) <= 80
+
+    def test_speculators_serve_when_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """`doctor` said that one would serve by itself, and that it outranked the others."""
+        rows = json.loads(run("doctor --json", capsys)[1])["providers"]
+        found = {row["role"]: row for row in rows if row["role"] in ("speculator", "adapter")}
+        assert all(row["serves"] == "if named" and "when asked for with --" in row["reason"] for row in found.values())
+
+
+def test_messages_name_only_flags_that_exist() -> None:
+    """`tools` advised a flag that was always refused, and `chat` one that it does not have."""
+    group: Any = typer.main.get_command(build_app())
+    known = {"--version", "--plugin.option", "--speculative-config.method", "--speculative-config.key"}
+    for command in (*group.commands.values(), *group.commands["bench"].commands.values()):
+        known |= {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    plugins = {plugin.name for plugin in PluginHost().plugins.values()}
+    named = set()
+    for path in (Path(enginectl.__file__).parent).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", node.value))
+    unknown = {flag for flag in named - known if flag[2:].partition(".")[0] not in plugins}
+    assert unknown <= NOT_OURS
 
 
 class TestConfigCommand:

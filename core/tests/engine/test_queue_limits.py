@@ -13,7 +13,7 @@ from enginectl.engine.client import EngineState
 from enginectl.engine.messages import ToEngine
 from enginectl.engine.routed import RoutedClient
 from enginectl.engine.router import OutputRouter
-from enginectl.errors import OverloadedError
+from enginectl.errors import OverloadedError, RequestError
 from enginectl.plugins import PluginHost
 from enginectl.testing.fake_client import fake_info
 from enginectl.types import GenerateRequest, SamplingParams, StepOutputs
@@ -57,6 +57,14 @@ def test_more_choices_than_may_run_and_wait_are_refused() -> None:
     assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
     assert client.router is not None
     assert set(client.router.tickets) == {"a", "b"}
+
+
+def test_choices_that_never_fit_are_the_requests_fault() -> None:
+    """They were told to come back later, for ever."""
+    client = Sink(max_num_queued_requests=2)
+    with pytest.raises(RequestError, match="n is 5; this server takes at most 4 choices at once") as refused:
+        client.submit("a", n=5)
+    assert refused.value.status == 400
 
 
 def test_more_prompt_tokens_than_may_wait_are_refused() -> None:

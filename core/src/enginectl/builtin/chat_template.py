@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginectl.errors import RequestError
+from enginectl.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     import jinja2
@@ -24,6 +25,24 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"}
 # Marks where the final message ends. The trailing space tells whether the template trims messages.
 END_MARK = "\ue0feEND-OF-FINAL-MESSAGE\ue0ff "
 PROBE = "xprobex"
+
+
+def given_template(chat_template: str) -> str:
+    """The text of `--chat-template`, a file or the text itself. Raises ConfigError if it is missing or has a mistake."""
+    text = chat_template
+    if "{" not in text and "\n" not in text:
+        try:
+            text = Path(chat_template).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise ConfigError(
+                f"--chat-template {chat_template}: cannot be read: {reason}; give a Jinja file, or the template's text"
+            ) from error
+    try:
+        ChatTemplates({"default": text}, {}).check("default")
+    except RequestError as error:
+        raise ConfigError(f"--chat-template: {error}") from error
+    return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from enginectl.builtin.scheduler_options import FairOptions, QueueOptions
+from enginectl.builtin.tracing_options import TracingOptions, without_opentelemetry
 from enginectl.hookspecs import hookimpl
 from enginectl.provider import Capabilities, Provider, Role
 
@@ -116,6 +117,17 @@ local = _Plugin(
     Provider(Role.EXECUTOR, "local", "enginectl.engine.runner:build", summary="one device in the engine process"),
 )
 openai = _Plugin(Provider(Role.FRONTEND, "openai", f"{_here}.openai:build_frontend", summary="OpenAI-compatible API"))
+otel = _Plugin(
+    Provider(
+        Role.OBSERVER,
+        "otel",
+        f"{_here}.tracing:build",
+        rank=-1,
+        unsupported=without_opentelemetry,
+        config=TracingOptions,
+        summary="a span of each request to an OpenTelemetry collector",
+    ),
+)
 prometheus = _Plugin(
     Provider(Role.OBSERVER, "prometheus", f"{_here}.prometheus:build_observer", summary="counters and histograms"),
     Provider(Role.FRONTEND, "prometheus", f"{_here}.prometheus:build_frontend", summary="GET /metrics"),

@@ -6,6 +6,7 @@ Nothing here is global: each observer has its own numbers, and names get their p
 from __future__ import annotations
 
 import re
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from enginectl.context import BuildContext
 from enginectl.errors import ConfigError
 from enginectl.interfaces.frontend import Frontend, FrontendContext
 from enginectl.interfaces.observer import Observer
+from enginectl.provider import Role
 from enginectl.types import EngineStats, FinishedRequest
 
 
@@ -50,6 +52,8 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20)
 _ADAPTER = ("adapter",)
+MAX_ADAPTERS = 128
+"""Adapters that have series of their own: those that requests ended with last."""
 
 METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("num_requests_running", "gauge", "Sequences in the running batch"),
@@ -60,6 +64,12 @@ METRICS: tuple[MetricInfo, ...] = (
         "gauge",
         "KV cache configuration, always 1",
         ("block_size", "cache_dtype", "num_gpu_blocks", "gpu_memory_utilization", "prefix_caching_hash_algo"),
+    ),
+    MetricInfo(
+        "lora_requests_info",
+        "gauge",
+        "Adapters of open requests that have had a token, and of those that have not; the value is the time",
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     ),
     MetricInfo("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache"),
     MetricInfo("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache"),
@@ -140,6 +150,7 @@ class PrometheusObserver(Observer):
         self.stats = EngineStats()
         self.successes: dict[tuple[str, str], int] = {}
         self._histograms: dict[tuple[str, str], Histogram] = {}
+        self._adapters: dict[str, None] = {}
         self._buckets = {metric.name: metric.buckets for metric in METRICS if metric.kind == "histogram"}
         self._step_tokens = self._histogram("iteration_tokens_total", "")
 
@@ -152,6 +163,7 @@ class PrometheusObserver(Observer):
     def on_finished(self, finished: FinishedRequest) -> None:
         """A request ended."""
         adapter = finished.adapter or ""
+        self._remember(adapter)
         for reason in finished.reasons:
             key = (reason.value, adapter)
             self.successes[key] = self.successes.get(key, 0) + 1
@@ -161,6 +173,17 @@ class PrometheusObserver(Observer):
         if finished.max_tokens:
             self._observe("request_params_max_tokens", adapter, finished.max_tokens)
         self._observe_times(finished, adapter)
+
+    def _remember(self, adapter: str) -> None:
+        """Adapters come and go while a server runs: only the series of those used last are kept."""
+        self._adapters.pop(adapter, None)
+        if adapter:
+            self._adapters[adapter] = None
+        if len(self._adapters) > MAX_ADAPTERS:
+            oldest = next(iter(self._adapters))
+            del self._adapters[oldest]
+            self.successes = {key: count for key, count in self.successes.items() if key[1] != oldest}
+            self._histograms = {key: found for key, found in self._histograms.items() if key[1] != oldest}
 
     def _observe_times(self, finished: FinishedRequest, adapter: str) -> None:
         """Times of the request as its caller sees it: from the first arrival to the last end over its choices."""
@@ -201,11 +224,13 @@ class PrometheusObserver(Observer):
 class _Scrape(Collector):
     """One observer's numbers under a prefix and a model name."""
 
-    def __init__(self, observer: PrometheusObserver, prefix: str, model_name: str, cache: dict[str, str]) -> None:
+    def __init__(self, observer: PrometheusObserver, ctx: FrontendContext) -> None:
         self._observer = observer
-        self._prefix = prefix
-        self._model_name = model_name
-        self._cache = cache
+        self._prefix = ctx.server.metrics_prefix
+        self._model_name = (ctx.server.served_model_name or (ctx.engine.model,))[0]
+        self._cache = _cache_labels(ctx)
+        self._client = ctx.client
+        self._max_loras = ctx.engine.max_loras
 
     def collect(self) -> Iterator[Metric]:
         """Every metric of METRICS, in its order."""
@@ -225,9 +250,17 @@ class _Scrape(Collector):
                 family.add_metric([self._model_name, reason, adapter], count)
         elif metric.name == "cache_config_info":
             family.add_metric([self._model_name, *(self._cache_value(label) for label in metric.labels)], 1)
+        elif metric.name == "lora_requests_info":
+            self._fill_adapters(family)
         else:
             family.add_metric([self._model_name], _FROM_STATS[metric.name](self._observer.stats))
         return family
+
+    def _fill_adapters(self, family: CounterMetricFamily | GaugeMetricFamily) -> None:
+        """One sample where an adapter backend serves, none elsewhere."""
+        if any(role == Role.ADAPTER for role, *_ in self._client.info.table):
+            names = [",".join(sorted(adapters)) for adapters in self._client.open_adapters()]
+            family.add_metric([self._model_name, str(self._max_loras), *names], time.time())
 
     def _cache_value(self, label: str) -> str:
         return str(self._observer.stats.num_blocks) if label == "num_gpu_blocks" else self._cache[label]
@@ -250,9 +283,8 @@ class PrometheusFrontend(Frontend):
         observers = [observer for observer in ctx.observers if isinstance(observer, PrometheusObserver)]
         if len(observers) != 1:
             raise ConfigError(f"/metrics needs exactly one observer named prometheus; found {len(observers)}")
-        model_name = (ctx.server.served_model_name or (ctx.engine.model,))[0]
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Scrape(observers[0], prefix, model_name, _cache_labels(ctx)))
+        registry.register(_Scrape(observers[0], ctx))
 
         async def metrics(request: Request) -> Response:
             encode, content_type = choose_encoder(request.headers.get("accept", ""))

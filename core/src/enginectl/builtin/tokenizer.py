@@ -11,10 +11,10 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from enginectl.builtin.chat_template import ChatTemplates
+from enginectl.builtin.chat_template import ChatTemplates, given_template
 from enginectl.builtin.token_pieces import DecoderShape, byte_level_bytes, decoder_shape, piece_bytes
 from enginectl.builtin.tokenizer_files import TokenizerFiles, read_tokenizer_files
-from enginectl.errors import ConfigError, ModelError, RequestError
+from enginectl.errors import ModelError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,8 @@ class Tokenizer:
         _set_post_processor(backend, files)
         templates = files.templates
         if chat_template is not None:
-            templates = {"default": _template_text(chat_template)}
-        tokenizer = cls(backend, special_tokens=files.special_tokens, templates=templates)
-        if chat_template is not None:
-            try:
-                tokenizer.templates.check("default")
-            except RequestError as error:
-                raise ConfigError(f"--chat-template: {error}") from error
-        return tokenizer
+            templates = {"default": given_template(chat_template)}
+        return cls(backend, special_tokens=files.special_tokens, templates=templates)
 
     # Special tokens
 
@@ -235,13 +229,3 @@ def _set_post_processor(backend: tokenizers.Tokenizer, files: TokenizerFiles) ->
     single = [around["bos_token"][0]] if "bos_token" in around else []
     single += ["$A"] + ([around["eos_token"][0]] if "eos_token" in around else [])
     backend.post_processor = TemplateProcessing(single=single, pair=None, special_tokens=list({*around.values()}))
-
-
-def _template_text(chat_template: str) -> str:
-    """A template given as a file name or as text."""
-    if "{" in chat_template or "\n" in chat_template:
-        return chat_template
-    path = Path(chat_template).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"--chat-template {chat_template}: no such file, and not the text of a Jinja template")
-    return path.read_text("utf-8")

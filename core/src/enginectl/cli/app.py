@@ -17,6 +17,7 @@ from enginectl.cli.config import config_command
 from enginectl.cli.doctor import doctor_command
 from enginectl.cli.errors import INTERRUPTED, report
 from enginectl.cli.generate import generate_command
+from enginectl.cli.help import SectionedCommand
 from enginectl.cli.plugins import plugins_command
 from enginectl.cli.serve import serve_command
 from enginectl.cli.simulate import simulate_command
@@ -50,17 +51,18 @@ def build_app() -> typer.Typer:
         name="enginectl",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(help="Serve language models with an engine assembled from plugins.")(_root)
-    app.command("serve")(serve_command)
-    app.command("generate")(generate_command)
-    app.command("chat")(chat_command)
+    app.command("serve", cls=SectionedCommand)(serve_command)
+    app.command("generate", cls=SectionedCommand)(generate_command)
+    app.command("chat", cls=SectionedCommand)(chat_command)
     app.command("plugins")(plugins_command)
     app.command("doctor")(doctor_command)
-    app.command("config")(config_command)
+    app.command("config", cls=SectionedCommand)(config_command)
     app.command("capacity")(capacity_command)
-    app.command("simulate")(simulate_command)
+    app.command("simulate", cls=SectionedCommand)(simulate_command)
     app.add_typer(bench_app(), name="bench")
     app.command("version")(version_command)
     return app

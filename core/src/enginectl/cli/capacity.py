@@ -7,14 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from enginectl.errors import ModelError
+from enginectl.errors import ModelError, UsageError
 
 _KV_NOTE = "--memory is memory for KV alone: subtract the weights and the activations from the device's first."
 
 
 def capacity_command(
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_CONFIG", help="A model directory, config.json or .gguf.")],
-    memory: Annotated[str, typer.Option(help="Memory for KV alone, weights not included: 24GiB, 4GB, or bytes.")],
+    memory: Annotated[
+        str, typer.Option(help="Memory for KV alone, weights not included: 24GiB, 4GB, or bytes. Needed.")
+    ] = "",
     seq_len: Annotated[int, typer.Option(help="Tokens of each sequence, prompt and output.")] = 2048,
     dtype: Annotated[str, typer.Option(help="KV dtype: auto (the model's), bfloat16, float16, float32 …")] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 16,
@@ -24,6 +26,11 @@ def capacity_command(
     from enginectl.capacity import capacity
     from enginectl.units import parse_size
 
+    if not memory:
+        raise UsageError(
+            "enginectl capacity: --memory is missing: the memory for KV alone, such as --memory 24GiB (the device's, less "
+            "weights and activations); `enginectl doctor` shows what this machine has"
+        )
     config, weight_bytes = load_config(Path(model))
     result = capacity(config, parse_size(memory, what="--memory"), seq_len, dtype, block_size)
     if as_json:

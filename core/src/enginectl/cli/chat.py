@@ -41,7 +41,9 @@ def chat_command(
         session = runner.run(Session.start(resolved))
         try:
             if not session.tokenizer.has_chat_template:
-                raise ModelError(f"{resolved.engine.model} has no chat template; give one with --chat-template")
+                raise ModelError(
+                    f"{resolved.engine.model} has no chat template; put one beside it as chat_template.jinja"
+                )
             conversation = Conversation(session, values, adapter_name, system)
             talk(conversation, lambda text: runner.run(conversation.answer(text)))
         finally:

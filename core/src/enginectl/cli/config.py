@@ -13,7 +13,7 @@ from enginectl.cli.options import Invocation, takes_config
 if TYPE_CHECKING:
     from enginectl.config_sources import Resolved
 
-SECRETS = frozenset({"api_key", "admin_api_key"})
+SECRETS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})
 _SECTIONS = frozenset({"model", "plugins", "roles", "plugin_options", "lora_modules"})
 
 
@@ -45,7 +45,8 @@ def as_data(resolved: Resolved) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for struct in (resolved.engine, resolved.server, resolved.logs):
         values.update(msgspec.structs.asdict(struct))
-    del values["speculative_config"]  # its plugin's section says it
+    for alias in ("speculative_config", "otlp_traces_endpoint"):
+        del values[alias]  # its plugin's section says it
     for name in SECRETS & set(values):
         values[name] = _hidden(values[name])
     origins = {

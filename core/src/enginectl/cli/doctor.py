@@ -57,6 +57,7 @@ def machine_facts(machine: Machine) -> dict[str, Any]:
 
 def provider_rows(host: PluginHost, machine: Machine) -> list[dict[str, str]]:
     """One row a provider: whether it serves, unless told otherwise, and why not; plugins that failed come last."""
+    from enginectl.config_aliases import ASKED_FOR
     from enginectl.plugins import unsupported_reason
     from enginectl.provider import CARDINALITY, Cardinality, Role
 
@@ -72,6 +73,8 @@ def provider_rows(host: PluginHost, machine: Machine) -> list[dict[str, str]]:
             serves = "no" if reason else "yes"
             if reason is None and provider.rank < 0:
                 serves, reason = "if named", "serves only when named"
+            elif reason is None and role in ASKED_FOR:
+                serves, reason = "if named", f"serves when asked for with {ASKED_FOR[role]}"
             elif reason is None and single and taken is not None:
                 serves, reason = "if named", f"{taken} ranks higher"
             elif reason is None:

@@ -41,15 +41,17 @@ ENGINE_FLAGS: dict[str, dict[str, str]] = {
     },
     "Execution": {
         "num_threads": "Compute threads on a CPU. Default: the cores this process may use.",
-        "overlap_depth": "1 prepares the next step while the device works, 0 does not.",
-        "step_timeout_s": "A step that takes longer is reported as hung.",
+        "overlap_depth": "1 prepares the next step while the device works, 0 does not. Default: 1 on a GPU.",
+        "enforce_eager": "No CUDA graphs: decode steps are launched kernel by kernel.",
+        "step_timeout_s": "After so long without a sign of life the engine process is ended and started again.",
         "tensor_parallel_size": "Needs an executor plugin when above 1.",
         "pipeline_parallel_size": "Needs an executor plugin when above 1.",
         "data_parallel_size": "Needs an executor plugin when above 1.",
     },
-    "Logging": {
+    "Logs and traces": {
         "log_level": "debug, info, warning, error.",
         "log_format": "text, or json for one object a line.",
+        "otlp_traces_endpoint": "OpenTelemetry collector for traces, such as http://127.0.0.1:4318.",
     },
 }
 
@@ -73,7 +75,9 @@ SERVER_FLAGS: dict[str, dict[str, str]] = {
         "allow_credentials": "CORS: allow credentials.",
         "ssl_keyfile": "TLS key.",
         "ssl_certfile": "TLS certificate.",
-        "ssl_ca_certs": "TLS certificate authorities.",
+        "ssl_ca_certs": "TLS certificate authorities of clients.",
+        "ssl_cert_reqs": "Whether clients show a certificate: none, optional, required.",
+        "ssl_keyfile_password": "Password of the TLS key.",
         "max_request_bytes": "A longer body is answered with 413.",
         "drain_timeout_s": "How long running requests may finish at shutdown.",
         "metrics_prefix": "First part of metric names; vllm keeps existing dashboards working.",
@@ -93,5 +97,6 @@ METAVARS = {
     "plugins": "NAME,…",
     "served_model_name": "NAME…",
     "tokenizer": "DIR",
+    "otlp_traces_endpoint": "URL",
     "chat_template": "FILE",
 }

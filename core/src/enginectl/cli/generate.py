@@ -64,6 +64,8 @@ def generate_command(
     # What the user sees is the answers: the engine's own lines wait for trouble, or for --log-level.
     resolved = invocation.resolve(**({} if invocation.debug else {"log_level": "warning"}))
     configure_logging(resolved.logs)
+    if not prompts and source is None:
+        _check_model(resolved.engine.model)
     items = read_prompts(prompts or (), source, as_chat=chat, system=system)
     base = {**values, "n": num_choices}
     with open_output(output) as file:
@@ -71,6 +73,17 @@ def generate_command(
             return asyncio.run(run_one(resolved, items[0], base, adapter_name, file))
         write = JsonWriter(file) if output_format == "jsonl" else TextWriter(file, num_prompts=len(items))
         return asyncio.run(run_batch(resolved, items, base, adapter_name, write))
+
+
+def _check_model(model: str) -> None:
+    """Raises ModelError for what was meant as a prompt and stands where MODEL does."""
+    from enginectl.config_checks import model_path
+    from enginectl.errors import ModelError
+
+    try:
+        model_path(model)
+    except ModelError as error:
+        raise ModelError(f"{error}. MODEL comes before the prompts: enginectl generate MODEL {model!r}") from None
 
 
 class TextWriter:

@@ -22,12 +22,12 @@ def serve_command(invocation: Invocation) -> None:
     """Serve a model over the OpenAI-compatible HTTP API."""
     import asyncio
 
-    from enginectl.cli.startup import check_plugins
+    from enginectl.cli.startup import check_start
     from enginectl.logs import configure_logging
 
     resolved = invocation.resolve()
     configure_logging(resolved.logs)
-    host = check_plugins(resolved.engine)
+    host = check_start(resolved)
     from enginectl.server import bind
 
     sock = bind(resolved.server)

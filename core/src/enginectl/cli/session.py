@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from enginectl.cli.sampling import with_defaults
-from enginectl.cli.startup import check_plugins, launch_engine
+from enginectl.cli.startup import check_start, launch_engine
 from enginectl.errors import ModelError, StepError
 from enginectl.types import GenerateRequest, OutputChunk
 
@@ -29,7 +29,7 @@ class Session:
     @classmethod
     async def start(cls, resolved: Resolved) -> Session:
         """Launch the engine. Raises EnginectlError; no process is left behind."""
-        started = await launch_engine(resolved, check_plugins(resolved.engine))
+        started = await launch_engine(resolved, check_start(resolved))
         if started.api.tokenizer is None:
             await started.client.close()
             raise ModelError(f"{resolved.engine.model}: it has no tokenizer; name its directory with --tokenizer")

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from enginectl.errors import PluginError, unknown
+
 if TYPE_CHECKING:
     from enginectl.api_side import ApiSide
     from enginectl.config import EngineConfig
@@ -57,16 +59,59 @@ class Started:
 
 def check_plugins(config: EngineConfig) -> PluginHost:
     """The plugins of this configuration. Raises PluginError or ConfigError for whatever is wrong with them."""
-    from enginectl.config_aliases import check_promises
+    from enginectl.config_aliases import check_method, check_promises
     from enginectl.plugins import PluginHost
 
     host = PluginHost(config.plugins, only_named=config.only_plugins)
+    check_method(config, host)
     host.check_sections(config.plugin_options)
     for name in config.plugin_options:
         host.options(host.plugins[name], config.plugin_options)
     host.check_choices(config.roles, config.scheduling_policy)
     check_promises(config, {role.value for role, entries in host.catalogue.items() if entries})
     return host
+
+
+def check_start(resolved: Resolved) -> PluginHost:
+    """As `check_plugins`, and whatever else can be known to be wrong before a model is opened.
+
+    Raises EnginectlError; imports no torch and starts nothing.
+    """
+    from enginectl.config_checks import check_adapter_paths, check_memory, model_path
+    from enginectl.machine import detect_machine, seen_from
+    from enginectl.provider import Role
+    from enginectl.resolve import resolve_device
+
+    config, server = resolved.engine, resolved.server
+    host = check_plugins(config)
+    for flag, name in (
+        ("--tool-call-parser", server.tool_call_parser),
+        ("--reasoning-parser", server.reasoning_parser),
+    ):
+        if name is not None and name not in host.catalogue[Role.PARSER]:
+            known = host.catalogue[Role.PARSER]
+            hint = "Install the package that brings it, or see `enginectl plugins`"
+            raise PluginError(f"{flag}: {unknown('parser', name, known, hint=hint)}")
+    if server.chat_template is not None:
+        from enginectl.builtin.chat_template import given_template
+
+        given_template(server.chat_template)
+    check_adapter_paths(config)
+    machine = detect_machine()
+    check_memory(config, machine)
+    _check_choices(config, host, seen_from(machine, resolve_device(config, machine)))
+    model_path(config.model)
+    return host
+
+
+def _check_choices(config: EngineConfig, host: PluginHost, machine: Machine) -> None:
+    """Raise PluginError if a part that was chosen by name, or by its plugin's, cannot serve on this machine."""
+    from enginectl.provider import Role
+
+    chosen = {Role.SCHEDULER.value: config.scheduling_policy, **config.roles}
+    for role in Role:
+        wanted = chosen.get(role.value)
+        host.select(role, machine, None if wanted is None or "=" in wanted else wanted)
 
 
 def discover_quietly() -> PluginHost:
@@ -85,7 +130,7 @@ def discover_quietly() -> PluginHost:
 async def launch_engine(resolved: Resolved, host: PluginHost) -> Started:
     """Start the engine process and wait until it serves. Raises EnginectlError with what stood in the way.
 
-    host: from `check_plugins`, which is quick and finds most mistakes before anything is started.
+    host: from `check_start`, which is quick and finds most mistakes before anything is started.
     """
     from enginectl.api_side import ApiSide
     from enginectl.engine.supervisor import EngineProcess

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from enginectl.engine.router import Ticket
 from enginectl.interfaces.observer import Observer
@@ -36,9 +35,14 @@ class Audience:
         except Exception:  # the tokens of other requests follow in the same message
             log.exception("request %s: a plugin's hook failed", finished.request_id)
 
+    def close(self) -> None:
+        """The engine is gone. May take seconds."""
+        for observer in self._observers:
+            _tell(observer, observer.close)
 
-def _tell(observer: Observer, tell: Callable[[Any], None], what: object) -> None:
+
+def _tell(observer: Observer, tell: Callable[..., None], *what: object) -> None:
     try:
-        tell(what)
+        tell(*what)
     except Exception:  # an observer's fault is not the engine's
         log.exception("the observer %s failed", type(observer).__name__)

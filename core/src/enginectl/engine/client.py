@@ -86,11 +86,16 @@ class EngineClient(ABC):
     def stats(self) -> EngineStats:
         """The newest statistics the engine sent. Never waits."""
 
+    def open_adapters(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Adapters of open requests: of those that have had a token, and of those that have not. Never waits."""
+        return frozenset(), frozenset()
+
     @abstractmethod
     async def control(self, name: str, arguments: dict[str, Any] | None = None) -> Any:
         """Send a typed control message to the engine and wait for its answer.
 
-        Built-in names: "reset_prefix_cache", "load_adapter", "unload_adapter", "list_adapters". Plugins add their own.
+        Built-in names: "reset_prefix_cache", "load_adapter", "unload_adapter", "list_adapters", "ping". Plugins add
+        their own.
         Raises RequestError for an unknown name or bad arguments.
         """
 

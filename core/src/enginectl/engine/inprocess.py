@@ -88,3 +88,4 @@ class InProcessClient(RoutedClient):
         self._set_state(EngineState.DEAD, "the client was closed")
         self._fail_open("the engine was stopped")
         self.engine.close()
+        await asyncio.to_thread(self._audience.close)

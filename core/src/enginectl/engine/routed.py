@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from enginectl.engine.messages import Abort, Control, Reply, Submit, ToEngine
 from enginectl.engine.news import News
 from enginectl.engine.router import OutputRouter, Ticket
 from enginectl.engine.validate import validate_request
-from enginectl.errors import EngineDeadError, OverloadedError, RequestError
+from enginectl.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError
 from enginectl.interfaces.observer import Observer
 from enginectl.plugins import PluginHost
 from enginectl.types import EngineStats, GenerateRequest, OutputChunk, StepOutputs
@@ -25,6 +26,8 @@ from enginectl.types import EngineStats, GenerateRequest, OutputChunk, StepOutpu
 log = logging.getLogger("enginectl.client")
 
 _POLL_S = 0.02
+_LATE_S = 1.0
+"""The engine ends what has run out of time itself; so much later, this side does it for an engine that hangs."""
 _ABORT_S = 1.0
 """How long an engine may take to answer aborts at shutdown: a step, on a slow machine."""
 
@@ -65,6 +68,10 @@ class RoutedClient(EngineClient):
         """The newest the engine sent."""
         return self._stats
 
+    def open_adapters(self) -> tuple[frozenset[str], frozenset[str]]:
+        """See `EngineClient.open_adapters`."""
+        return self.router.open_adapters() if self.router is not None else (frozenset(), frozenset())
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputChunk]]:
         """See `EngineClient.generate`."""
         news = News()
@@ -72,7 +79,7 @@ class RoutedClient(EngineClient):
         try:
             while True:
                 while not ticket.pending and ticket.failure is None and not ticket.is_done:
-                    await news.next()
+                    await (news.next() if request.timeout_s is None else _until_late(news.next(), ticket))
                 if ticket.failure is not None:
                     raise ticket.failure
                 if ticket.pending:
@@ -160,6 +167,9 @@ class RoutedClient(EngineClient):
         validate_request(request, self.info, max_logprobs=self.config.max_logprobs, adapters=self.adapter_names)
         if request.request_id in router.tickets:
             raise RequestError(f"request_id {request.request_id!r} is in use by a running request", param="request_id")
+        most = self.info.max_num_seqs + self.config.max_num_queued_requests
+        if request.params.n > most:
+            raise RequestError(f"n is {request.params.n}; this server takes at most {most} choices at once", param="n")
         waiting = router.num_open + request.params.n - self.info.max_num_seqs
         if waiting > self.config.max_num_queued_requests:
             raise OverloadedError(
@@ -210,3 +220,14 @@ class RoutedClient(EngineClient):
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(EngineDeadError(message))
+
+
+async def _until_late(news: asyncio.Future[None], ticket: Ticket) -> None:
+    """Wait for news. Raises DeadlineError if there is none long after the request's time was over."""
+    timeout_s = ticket.request.timeout_s
+    assert timeout_s is not None, "called for requests with a deadline"
+    try:
+        async with asyncio.timeout(ticket.arrival_s + timeout_s + _LATE_S - time.monotonic()):
+            await news
+    except TimeoutError:
+        raise DeadlineError(f"timeout of {timeout_s} s exceeded, and the engine does not answer") from None

@@ -106,6 +106,7 @@ class Ticket:
             max_tokens=self.request.params.max_tokens or 0,
             n=self.request.params.n,
             error=error,
+            request=self.request,
         )
 
 
@@ -155,6 +156,12 @@ class OutputRouter:
     def num_queued_tokens(self) -> int:
         """Prompt tokens of choices that have had no token yet: they wait, or are being read. O(choices)."""
         return sum(len(c.ticket.request.prompt_token_ids) for c in self._choices.values() if c.first_s == 0.0)
+
+    def open_adapters(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Adapters whose requests have had a token, and those whose requests have not. O(choices)."""
+        named = [(c.first_s > 0, c.ticket.request.adapter) for c in self._choices.values()]
+        running = frozenset(name for has_begun, name in named if has_begun and name is not None)
+        return running, frozenset(name for has_begun, name in named if not has_begun and name is not None)
 
     def open(self, request: GenerateRequest, wake: Callable[[], None]) -> tuple[Ticket, list[EngineRequest]]:
         """Register a checked request; send the returned choices to the engine."""

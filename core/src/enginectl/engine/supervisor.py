@@ -16,6 +16,7 @@ from enginectl.config import EngineConfig
 from enginectl.engine.client import EngineInfo, EngineState
 from enginectl.engine.messages import (
     HEADER,
+    Control,
     Failed,
     FromEngine,
     Outputs,
@@ -44,6 +45,8 @@ _MAX_CRASHES = 5
 _STABLE_S = 10.0
 _STOP_TIMEOUT_S = 3.0
 _WATCH_S = 1.0
+_PING = 0
+"""Number of the control message that only asks whether the loop is alive; answers to others count from 1."""
 _STDERR = 2
 
 
@@ -165,21 +168,37 @@ class EngineProcess(RoutedClient):
         return f"the engine process ended ({status}){reported}"
 
     async def _watch(self) -> None:
-        """Report a step that takes longer than it may, and a death that the socket did not tell."""
-        reported = False
+        """Notice a death that the socket did not tell, and end an engine that hangs.
+
+        One that has said nothing for half of step_timeout_s while requests are open is asked whether it is there; its
+        loop answers between steps, whether or not it has work that it can do.
+        """
+        timeout_s, asked = self.config.step_timeout_s, False
         while True:
-            await asyncio.sleep(_WATCH_S)
+            await asyncio.sleep(min(_WATCH_S, timeout_s / 4))
             if self._process is not None and self._process.poll() is not None and self._frames is not None:
                 self.on_lost(self._frames)  # a child of the engine's may still hold the socket
             busy = self.router is not None and self.router.num_open
             silent_s = time.monotonic() - self._last_news_s
-            if busy and silent_s > self.config.step_timeout_s:
-                if not reported:
-                    log.error("no step has finished for %.0f s while requests are open", silent_s)
-                reported = True
-            elif not busy:
-                self._last_news_s = time.monotonic()
-                reported = False
+            if not busy:
+                self._last_news_s, silent_s = time.monotonic(), 0.0
+            if silent_s > timeout_s:
+                self._end_hung(silent_s)
+                return
+            if silent_s > timeout_s / 2 and not asked:
+                log.warning("the engine has said nothing for %.0f s while requests are open", silent_s)
+                with contextlib.suppress(EngineDeadError):
+                    self._send(Control(_PING, "ping", {}))
+            asked = silent_s > timeout_s / 2
+
+    def _end_hung(self, silent_s: float) -> None:
+        """Kill it; the supervision starts it again. Open requests end now, even if the kernel cannot end it at once."""
+        assert self._process is not None, "the engine was started"
+        assert self._frames is not None, "the engine was started"
+        reason = f"the engine hung: no step finished for {silent_s:.0f} s (--step-timeout-s), so it was ended"
+        self._failure = Failed(reason, 1, "")
+        self._process.kill()
+        self.on_lost(self._frames)
 
     async def _reap(self) -> int:
         """Make sure the process is gone; returns its exit status."""
@@ -203,14 +222,14 @@ class EngineProcess(RoutedClient):
                 await self._supervision
         self._set_state(EngineState.DEAD, "the client was closed")
         self._fail_open("the engine was stopped")
-        if self._process is None:
-            return
-        try:
-            if may_stop:
-                await self._stop(self._process)
-        finally:
-            self._process.kill()
-        await self._reap()
+        if self._process is not None:
+            try:
+                if may_stop:
+                    await self._stop(self._process)
+            finally:
+                self._process.kill()
+            await self._reap()
+        await asyncio.to_thread(self._audience.close)
 
     async def _stop(self, process: subprocess.Popen[bytes]) -> None:
         """Let the loop end by itself, so that its parts are closed."""
@@ -228,8 +247,8 @@ class EngineProcess(RoutedClient):
 
     def on_message(self, message: FromEngine) -> None:
         """Called by the transport for each message, on the event loop."""
+        self._last_news_s = time.monotonic()
         if isinstance(message, Outputs):
-            self._last_news_s = time.monotonic()
             self._on_outputs(message.outputs)
         elif isinstance(message, Reply):
             self._on_reply(message)
@@ -238,7 +257,6 @@ class EngineProcess(RoutedClient):
         elif isinstance(message, Failed):
             self._failure = message
         elif isinstance(message, Ready) and self._ready is not None:
-            self._last_news_s = time.monotonic()
             self._ready.set_result(message.info)
 
     def on_lost(self, frames: _Frames) -> None:

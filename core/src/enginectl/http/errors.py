@@ -6,7 +6,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from enginectl.errors import EnginectlError, EngineDeadError, OverloadedError, RequestError
+from enginectl.errors import DeadlineError, EnginectlError, EngineDeadError, OverloadedError, RequestError
 
 MAX_MESSAGE_CHARS = 2000
 """A longer message is cut: it quotes what the caller sent."""
@@ -46,6 +46,8 @@ def describe(exc: BaseException) -> HttpError:
             headers["WWW-Authenticate"] = "Bearer"
         if exc.status == 413:
             headers["Connection"] = "close"
+        if isinstance(exc, DeadlineError):
+            headers["X-Should-Retry"] = "false"  # the official clients would, and the caller's time is over
         return _http_error(exc.status, str(exc), exc.param, exc.code, headers)
     if isinstance(exc, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code)

@@ -21,6 +21,9 @@ from enginectl.http.stream import ClientGone
 logger = logging.getLogger("enginectl.server")
 access_logger = logging.getLogger("enginectl.access")
 
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Headers of the W3C trace context."""
+
 _DRAIN_BYTES = 64 * 1024 * 1024
 _DRAIN_S = 10.0
 
@@ -36,7 +39,10 @@ class RecordRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = new_record(Headers(scope=scope).get("x-request-id"))
+        headers = Headers(scope=scope)
+        record = new_record(headers.get("x-request-id"))
+        if "traceparent" in headers:
+            record.trace_headers = {name: headers[name] for name in TRACE_HEADERS if name in headers}
         attach(scope, record)
 
         async def send_with_id(message: Message) -> None:

@@ -21,6 +21,7 @@ class RequestRecord:
     """Filled in by the handler. Times are time.monotonic() seconds. tenant: the API key's number, "" without keys.
 
     suffix: makes an id from a header unique inside the engine, since proxies give one id to several requests.
+    trace_headers: of the W3C trace context, where the caller traces.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class RequestRecord:
     tenant: str = ""
     client_gone: bool = False
     suffix: str = ""
+    trace_headers: dict[str, str] = field(default_factory=dict)
 
     def name(self, request_id: str) -> None:
         """Take the id from the body, which the caller promises to be unique."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -164,12 +165,12 @@ async def test_every_field_reaches_the_engine(client: FakeClient, connect: Calla
 async def test_defaults_come_from_the_model_and_yield_to_the_request(
     client: FakeClient, connect: Callable[..., Any]
 ) -> None:
-    client.info = fake_info(sampling_defaults={"temperature": 0.6, "top_k": 20, "max_tokens": 7})
+    client.info = fake_info(sampling_defaults={"temperature": 0.6, "top_k": 20})
     async with connect(client) as http:
         await http.post(URL, json={"messages": HI})
         await http.post(URL, json={"messages": HI, "temperature": 0, "top_k": None, "max_tokens": 3})
     first, second = (request.params for request in client.requests)
-    assert (first.temperature, first.top_k, first.max_tokens) == (0.6, 20, 7)
+    assert (first.temperature, first.top_k, first.max_tokens) == (0.6, 20, None)
     assert (second.temperature, second.top_k, second.max_tokens) == (0.0, 20, 3)
 
 
@@ -339,6 +340,37 @@ async def test_an_error_in_the_middle_ends_the_stream_with_an_error_event(
     assert events(stream.text)[-1]["error"]["message"] == "the engine died"
     assert "[DONE]" not in stream.text
     assert whole.status_code == (503 if raised else 500)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_whose_own_time_is_over_is_a_504_that_is_not_sent_again(
+    client: FakeClient, connect: Callable[..., Any], stream: bool
+) -> None:
+    """It was a 500, which clients send again: its caller's time is over."""
+
+    def script(request: Any) -> Any:
+        time.sleep(request.timeout_s)
+        yield [OutputChunk(index=0, text="", token_ids=(), finish_reason=FinishReason.ERROR, error="timeout of 0.05 s")]
+
+    client.script = script
+    async with connect(client) as http:
+        response = await http.post(URL, json={"messages": HI, "stream": stream, "timeout": 0.05})
+    assert response.status_code == 504
+    assert response.json()["error"] == {
+        "message": "timeout of 0.05 s",
+        "type": "server_error",
+        "param": "timeout",
+        "code": "timeout",
+    }
+    assert response.headers["x-should-retry"] == "false"
+
+
+async def test_an_error_before_the_time_is_over_is_the_steps(client: FakeClient, connect: Callable[..., Any]) -> None:
+    error = OutputChunk(index=0, text="", token_ids=(), finish_reason=FinishReason.ERROR, error="a step raised")
+    client.script = lambda request: [[error]]
+    async with connect(client) as http:
+        response = await http.post(URL, json={"messages": HI, "timeout": 60})
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_error")
 
 
 async def test_structured_outputs_pass_once_a_grammar_serves(client: FakeClient, connect: Callable[..., Any]) -> None:

@@ -182,7 +182,7 @@ def _paths(frontend: OpenAIFrontend) -> set[tuple[str, str]]:
 async def test_openapi_describes_exactly_the_routes(http: httpx.AsyncClient) -> None:
     document = (await http.get("/openapi.json")).json()
     described = {(path, method) for path, methods in document["paths"].items() for method in methods}
-    assert described == _paths(build_frontend(None))  # type: ignore[arg-type]
+    assert described - {("/openapi.json", "get")} == _paths(build_frontend(None))  # type: ignore[arg-type]
     schema = document["components"]["schemas"]["ChatRequest"]
     assert schema["properties"]["functions"]["description"].startswith("Refused")
     assert schema["properties"]["user"]["description"].startswith("Accepted without effect")

@@ -209,6 +209,28 @@ class Health(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class Version(msgspec.Struct, frozen=True):
+    """Answer of GET /version."""
+
+    version: str
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of GET /server_info. engine: what the assembled engine reports. stats: state after its newest step.
+
+    assembled, skipped, machine: of `enginectl serve`: who serves which role, who does not and why, and on what.
+    """
+
+    version: str
+    state: str
+    reason: str
+    engine: dict[str, Any]
+    stats: dict[str, Any]
+    assembled: list[dict[str, str]] | UnsetType = UNSET
+    skipped: list[dict[str, str]] | UnsetType = UNSET
+    machine: dict[str, Any] | UnsetType = UNSET
+
+
 class Done(msgspec.Struct, frozen=True):
     """Answer of administrative routes."""
 

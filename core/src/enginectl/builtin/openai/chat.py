@@ -11,14 +11,13 @@ from starlette.responses import Response
 
 from enginectl.builtin.openai.answers import ChatAnswer, ChatChoice, ChatMessage
 from enginectl.builtin.openai.features import refuse_unsupported
-from enginectl.builtin.openai.generation import Collected, Job, collect
+from enginectl.builtin.openai.generation import Collected, Job, call_of, collect
 from enginectl.builtin.openai.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from enginectl.builtin.openai.messages import Message, text_of
 from enginectl.builtin.openai.names import ModelNames
 from enginectl.builtin.openai.params import (
     check_num_logprobs,
     chosen_max_tokens,
-    default_max_tokens,
     sampling_params,
 )
 from enginectl.builtin.openai.prompts import Prompts, fit
@@ -64,9 +63,6 @@ class ChatCompletions:
         params = self._params(body, asked)
         prompt, messages = await self._prompts.from_chat(body)
         prompt = fit(prompt, info, truncate=body.truncate_prompt_tokens, max_tokens=asked, param="messages")
-        if asked is None:
-            fallback = default_max_tokens(info, len(prompt.token_ids))
-            params = msgspec.structs.replace(params, max_tokens=fallback)
         if body.request_id is not None:
             record.name(body.request_id)
         answer_id = f"chatcmpl-{record.request_id}"
@@ -79,6 +75,7 @@ class ChatCompletions:
             cache_salt=body.cache_salt,
             tenant=record.tenant or body.user or adapter or "",
             timeout_s=body.timeout,
+            call=call_of(body, record, "chat", self._names),
         )
         return Job(
             id=answer_id,

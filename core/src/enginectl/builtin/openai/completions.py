@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 from enginectl.builtin.openai.answers import PromptLogprobs, TextAnswer, TextChoice, TextLogprobs
 from enginectl.builtin.openai.features import refuse_unsupported
-from enginectl.builtin.openai.generation import Collected, Job, collect
+from enginectl.builtin.openai.generation import Collected, Job, call_of, collect
 from enginectl.builtin.openai.logprobs import TextOffsets, TokenTexts, prompt_logprobs, text_logprobs
 from enginectl.builtin.openai.names import ModelNames
-from enginectl.builtin.openai.params import check_num_logprobs, default_max_tokens, sampling_params
+from enginectl.builtin.openai.params import check_num_logprobs, sampling_params
 from enginectl.builtin.openai.prompts import Prompt, Prompts, fit, with_text
 from enginectl.builtin.openai.protocol import CompletionRequest
 from enginectl.builtin.openai.sse import Extras, Shape, event_frames
@@ -65,12 +65,13 @@ class TextCompletions:
             GenerateRequest(
                 request_id=f"{engine_id}-{place}" if len(prompts) > 1 else engine_id,
                 prompt_token_ids=prompt.token_ids,
-                params=params if asked is not None else self._with_default_length(params, prompt),
+                params=params,
                 adapter=adapter,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
                 tenant=record.tenant or body.user or adapter or "",
                 timeout_s=body.timeout,
+                call=call_of(body, record, "text_completion", self._names),
                 choice_offset=place * params.n,
             )
             for place, prompt in enumerate(prompts)
@@ -112,10 +113,6 @@ class TextCompletions:
             logprobs=body.logprobs,
             prompt_logprobs=of_prompt,
         )
-
-    def _with_default_length(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
-        fallback = default_max_tokens(self._ctx.client.info, len(prompt.token_ids))
-        return msgspec.structs.replace(params, max_tokens=fallback) if fallback is not None else params
 
     async def _read_prompts(self, body: CompletionRequest) -> list[Prompt]:
         """Prompts in the order they were sent; texts and lists of ids may be mixed."""

@@ -48,7 +48,7 @@ def refuse_unsupported(body: ChatRequest | CompletionRequest, info: EngineInfo) 
 
 
 def _refuse_tools(body: ChatRequest) -> None:
-    why = "no tool-call parser serves; install a parser plugin and start with --tool-call-parser NAME"
+    why = "this server does not turn what a model writes into tool calls; leave it out"
     if body.tools:
         raise unsupported("tools", why)
     if body.tool_choice not in (None, "none", "auto"):

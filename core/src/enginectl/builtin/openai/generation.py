@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from enginectl.builtin.openai.answers import PromptTokensDetails, UsageBody
+from enginectl.builtin.openai.names import ModelNames
 from enginectl.builtin.openai.prompts import Prompt
+from enginectl.builtin.openai.protocol import GenerationFields
 from enginectl.engine.chunks import coalesce
 from enginectl.engine.client import EngineClient
-from enginectl.errors import StepError
+from enginectl.errors import DeadlineError, EnginectlError, StepError
 from enginectl.http.record import RequestRecord
 from enginectl.http.stream import close, merge
-from enginectl.types import FinishReason, GenerateRequest, OutputChunk, TokenLogprobs
+from enginectl.types import Call, FinishReason, GenerateRequest, OutputChunk, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -61,10 +63,21 @@ class Job:
         return UsageBody(prompt, completion, prompt + completion, cached)
 
 
+def call_of(body: GenerationFields, record: RequestRecord, operation: str, names: ModelNames) -> Call:
+    """What observers may want to know about the call."""
+    return Call(
+        operation=operation,
+        model=body.model or names.base[0],
+        is_streamed=bool(body.stream),
+        trace_headers=record.trace_headers,
+    )
+
+
 async def run(client: EngineClient, job: Job) -> AsyncGenerator[tuple[int, list[OutputChunk]], None]:
     """Chunks as they come, at most one a choice in each list, with the place of their prompt.
 
-    Closing it early aborts every prompt. Raises StepError when a choice ends with an error.
+    Closing it early aborts every prompt. Raises StepError when a choice ends with an error, DeadlineError if its time
+    was over.
     """
     if len(job.requests) == 1:
         source = client.generate(job.requests[0])
@@ -83,7 +96,7 @@ async def run(client: EngineClient, job: Job) -> AsyncGenerator[tuple[int, list[
 def _checked(job: Job, place: int, chunks: list[OutputChunk]) -> list[OutputChunk]:
     for chunk in chunks:
         if chunk.finish_reason is FinishReason.ERROR:
-            raise StepError(chunk.error or "the request ended with an error")
+            raise _failure(job, place, chunk)
     if len(chunks) > 1:
         chunks = coalesce(chunks)
     if job.drop_output:
@@ -91,6 +104,15 @@ def _checked(job: Job, place: int, chunks: list[OutputChunk]) -> list[OutputChun
     for chunk in chunks:
         job.count(place, chunk)
     return chunks
+
+
+def _failure(job: Job, place: int, chunk: OutputChunk) -> EnginectlError:
+    """What ended a choice with an error: its deadline, if that has passed, or its step."""
+    message = chunk.error or "the request ended with an error"
+    timeout_s = job.requests[place].timeout_s
+    if timeout_s is not None and time.monotonic() - job.record.started_s >= timeout_s:
+        return DeadlineError(message)
+    return StepError(message)
 
 
 def _without_output(chunk: OutputChunk) -> OutputChunk:

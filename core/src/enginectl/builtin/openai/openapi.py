@@ -9,7 +9,7 @@ import msgspec
 from enginectl.builtin.openai import answers, protocol
 from enginectl.http.errors import ErrorBody
 
-Operation = tuple[str, str, str, type[msgspec.Struct] | None, type[msgspec.Struct] | None, type[msgspec.Struct] | None]
+Operation = tuple[str, str, str, type[msgspec.Struct] | None, type[msgspec.Struct], type[msgspec.Struct] | None]
 
 _OPERATIONS: tuple[Operation, ...] = (
     # method, path, summary, request, answer, event
@@ -20,8 +20,8 @@ _OPERATIONS: tuple[Operation, ...] = (
     ("post", "/tokenize", "Text or messages to token ids", protocol.TokenizeRequest, answers.TokenizeAnswer, None),
     ("post", "/detokenize", "Token ids to text", protocol.DetokenizeRequest, answers.DetokenizeAnswer, None),
     ("get", "/health", "Whether the engine takes requests", None, answers.Health, None),
-    ("get", "/version", "Version of enginectl", None, None, None),
-    ("get", "/server_info", "What was assembled, and its state", None, None, None),
+    ("get", "/version", "Version of enginectl", None, answers.Version, None),
+    ("get", "/server_info", "What was assembled, and its state", None, answers.ServerInfo, None),
     ("post", "/v1/load_lora_adapter", "Load an adapter (admin key)", protocol.LoadAdapterRequest, answers.Done, None),
     (
         "post",
@@ -46,7 +46,7 @@ def describe_routes() -> dict[str, Any]:
     _note_fields(schemas)
     paths: dict[str, Any] = {}
     for method, path, summary, request, answer, event in _OPERATIONS:
-        content = {"application/json": {"schema": ref_of[answer] if answer else {"type": "object"}}}
+        content = {"application/json": {"schema": ref_of[answer]}}
         if event is not None:
             content["text/event-stream"] = {"schema": ref_of[event]}
         operation: dict[str, Any] = {
@@ -59,6 +59,8 @@ def describe_routes() -> dict[str, Any]:
                 },
             },
         }
+        if answer is answers.Health:
+            operation["responses"]["503"] = {"description": "not now", "content": content}
         if request is not None:
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref_of[request]}}}
         if "{model}" in path:

@@ -91,16 +91,10 @@ def check_num_logprobs(param: str, wanted: int | None, max_logprobs: int) -> Non
 
 
 def chosen_max_tokens(body: GenerationFields, other: int | None = None) -> int | None:
-    """max_tokens of a request or, for chat, max_completion_tokens; else the model's; None means what fits."""
+    """max_tokens of a request or, for chat, max_completion_tokens; None means what fits."""
     if other is not None and body.max_tokens is not None and other != body.max_tokens:
         raise RequestError(
             f"max_tokens ({body.max_tokens}) and max_completion_tokens ({other}) differ; send one of them",
             param="max_completion_tokens",
         )
     return other if other is not None else body.max_tokens
-
-
-def default_max_tokens(info: EngineInfo, num_prompt_tokens: int) -> int | None:
-    """The model's own max_tokens, no more than fits after the prompt; None means what fits."""
-    default = info.sampling_defaults.get("max_tokens")
-    return None if default is None else min(int(default), info.max_model_len - num_prompt_tokens)

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginectl import __version__
-from enginectl.builtin.openai.answers import Health
+from enginectl.builtin.openai.answers import Health, Version
 from enginectl.engine.client import EngineState
 from enginectl.http.errors import json_response
 from enginectl.interfaces.frontend import FrontendContext
@@ -27,7 +27,7 @@ class Status:
 
     async def version(self, request: Request) -> Response:
         """The version of the enginectl distribution."""
-        return json_response({"version": __version__})
+        return json_response(Version(__version__))
 
     async def server_info(self, request: Request) -> Response:
         """What was assembled, and its state now: providers with their distributions and versions, capacity, counters."""
