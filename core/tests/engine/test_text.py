@@ -109,6 +109,87 @@ def test_stops_equal_the_reference_for_any_chunking(
     assert chunks[-1].finish_reason is (FinishReason.LENGTH if stop is None else FinishReason.STOP)
 
 
+KINDS = {"byte_level": small.byte_level(), "llama": small.byte_fallback(), "gemma": small.byte_fallback(strip=False)}
+TOKENIZERS = {name: Tokenizer(backend) for name, backend in KINDS.items()}
+DETOKENIZERS = {name: TokenizerDetokenizer(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+
+
+def certain_text(name: str, ids: Sequence[int], at_end: bool) -> str:
+    """What these tokens say for certain, from their bytes: an unfinished character only at the end."""
+    tokenizer = TOKENIZERS[name]
+    rest, found = b"".join(map(tokenizer.token_bytes, ids)), ""
+    while rest:
+        try:
+            found, rest = found + rest.decode(), b""
+        except UnicodeDecodeError as error:
+            found += rest[: error.start].decode()
+            if not at_end and error.reason == "unexpected end of data":
+                break
+            found += "\ufffd" * (1 if name == "byte_level" else error.end - error.start)
+            rest = rest[error.end :]
+    return found.removeprefix(" ") if name == "llama" else found
+
+
+def spelled(name: str, data: bytes) -> list[int]:
+    """One token a byte."""
+    tokenizer = TOKENIZERS[name]
+    if name == "byte_level":
+        return [BYTE_IDS[bytes([byte])] for byte in data]
+    return [small.token_id(tokenizer.backend, f"<0x{byte:02X}>") for byte in data]
+
+
+STOPS = st.lists(st.text(alphabet="ab日😀👍🏽\ufffd", min_size=1, max_size=3), min_size=1, max_size=3)
+PIECES = st.lists(
+    st.one_of(st.text(alphabet="ab日😀👍🏽", max_size=4).map(str.encode), st.binary(max_size=2)), max_size=6
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    name=st.sampled_from(list(KINDS)),
+    pieces=PIECES,
+    by_byte=st.booleans(),
+    stops=STOPS,
+    sizes=st.lists(st.integers(1, 5), max_size=6),
+    min_tokens=st.integers(0, 6),
+    include=st.booleans(),
+)
+def test_stops_in_any_bytes_of_any_tokenizer(
+    name: str, pieces: list[bytes], by_byte: bool, stops: list[str], sizes: list[int], min_tokens: int, include: bool
+) -> None:
+    """Laws 6, 7 and 8: byte-level and byte tokens, emoji, CJK and bytes that are no text, against reading all at once."""
+    data = b"".join(pieces)
+    ids = spelled(name, data) if by_byte else TOKENIZERS[name].encode(data.decode(errors="ignore"), False)
+    params = SamplingParams(stop=tuple(stops), min_tokens=min_tokens, include_stop_str_in_output=include)
+    got = ChoiceText(0, DETOKENIZERS[name].start([], params), params, eos_token_ids=(EOS,))
+    chunks, at = [], 0
+    for size in [*sizes, *[1] * (len(ids) + 1)]:
+        part, at = ids[at : at + size], at + size
+        chunk = got.push(part, [logprob(token_id) for token_id in part], ended() if at >= len(ids) else None)
+        chunks += [] if chunk is None else [chunk]
+        if at >= len(ids):
+            break
+    expected, count, stop = whole_text(name, ids, stops, min_tokens, include)
+    assert whole(chunks) == (expected, list(ids[:count]))
+    assert (got.num_output_tokens, chunks[-1].stop_reason) == (count, stop)
+
+
+def whole_text(
+    name: str, ids: Sequence[int], stops: Sequence[str], min_tokens: int, include: bool
+) -> tuple[str, int, str | None]:
+    """Text, number of tokens and stop: every end of the text after each token, and what only the end makes certain."""
+    num_seen = 0
+    for count in (*range(1, len(ids) + 1), len(ids) + 1):
+        text = certain_text(name, ids[:count], at_end=count > len(ids))
+        for end in range(num_seen + 1, len(text) + 1):
+            found = [stop for stop in stops if text[:end].endswith(stop)]
+            if found and min(count, len(ids)) > min_tokens:
+                stop = max(found, key=len)
+                return text[: end if include else end - len(stop)], min(count, len(ids)), stop
+        num_seen = max(num_seen, len(text))
+    return certain_text(name, ids, at_end=True), len(ids), None
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     ids=st.lists(st.integers(0, TOKENIZER.vocab_size - 1), min_size=1, max_size=30),

@@ -5,20 +5,25 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import deque
+from hashlib import sha256
 
+import cbor2
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from enginectl.errors import ConfigError, PoolError
-from enginectl.interfaces.kv import BlockKey
+from enginectl.interfaces.kv import BlockKey, FilledRows
 from enginectl.testing.free_executor import free_request
 from enginectl.testing.prefix_index import check_at_rest, found, ids, tokens
 from enginectl.testing.prefix_loop import BLOCK_SIZE, cached_loop, chained_tokens
-from enginectl_prefix_cache.hashing import ALGORITHMS, BlockHasher, make_hasher
+from enginectl_prefix_cache.hashing import ALGORITHMS, BlockHasher, Extra, make_hasher, split_cbor, split_raw
 from enginectl_prefix_cache.index import HashPrefixIndex
 
 BASE = BlockKey()
+NUMBERS = st.one_of(st.integers(0, 30), st.integers(0, 300), st.integers(0, 70_000), st.integers(-3, (1 << 31) - 1))
 KEYS = [
     BASE,
     BlockKey(adapter="x"),
@@ -35,7 +40,9 @@ def make(algorithm: str = "sha256", num_blocks: int = 32) -> HashPrefixIndex:
 
 def colliding(num_blocks: int = 32) -> HashPrefixIndex:
     """Every block has the same digest."""
-    return HashPrefixIndex(num_blocks, BLOCK_SIZE, BlockHasher("zero", b"0", lambda *_: b"0", repr_bytes, False))
+    return HashPrefixIndex(
+        num_blocks, BLOCK_SIZE, BlockHasher("zero", b"0", lambda *_: b"0", repr_bytes, False, split_raw)
+    )
 
 
 def repr_bytes(extras: object) -> bytes:
@@ -44,7 +51,7 @@ def repr_bytes(extras: object) -> bytes:
 
 def digests(index: HashPrefixIndex, prompt: NDArray[np.int32], key: BlockKey) -> list[bytes]:
     chain = index._chain(7, key)
-    index._extend(chain, prompt.tobytes(), 0)
+    index._extend(chain, prompt, prompt.size // BLOCK_SIZE)
     index.end(7)
     return chain.digests
 
@@ -70,7 +77,7 @@ def test_a_collision_under_another_parent_finds_nothing_wrong() -> None:
 
 def test_tokens_survive_a_hash_of_four_bits() -> None:
     """Law 17: nearly every block collides, under its own parent and others'."""
-    weak = BlockHasher("weak", b"0", lambda parent, block, extras: block[:1], repr_bytes, is_cryptographic=False)
+    weak = BlockHasher("weak", b"0", lambda parent, block, extras: block[:1], repr_bytes, False, split_raw)
     loop = cached_loop(lambda num_blocks, block_size: HashPrefixIndex(num_blocks, block_size, weak))
     prompts = [tokens(5 + key % 20, seed=key // 8).tolist() for key in range(80)]
     for key, prompt in enumerate(prompts):
@@ -106,7 +113,7 @@ def test_only_cryptographic_digests_are_the_same_elsewhere(algorithm: str) -> No
         "from enginectl_prefix_cache.hashing import make_hasher; from enginectl_prefix_cache.index import HashPrefixIndex;"
         f"index = HashPrefixIndex(4, 4, make_hasher({algorithm!r}));"
         "chain = index._chain(1, BlockKey(adapter='a', adapter_version='1', salt='s', multimodal=((5, 'm'),)));"
-        "index._extend(chain, np.arange(12, dtype=np.int32).tobytes(), 0); print(chain.digests[-1].hex())"
+        "index._extend(chain, np.arange(12, dtype=np.int32), 3); print(chain.digests[-1].hex())"
     )
     runs = [
         subprocess.run(
@@ -128,6 +135,37 @@ def test_only_cryptographic_digests_are_the_same_elsewhere(algorithm: str) -> No
         assert runs[0].strip() == known[algorithm], "digests are a promise: others may have stored them"
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    blocks=st.integers(1, 40).flatmap(
+        lambda size: st.lists(st.lists(NUMBERS, min_size=size, max_size=size), min_size=1)
+    )
+)
+def test_blocks_are_split_into_canonical_cbor(blocks: list[list[int]]) -> None:
+    """Law 18: byte for byte what another implementation makes, for numbers of every width side by side."""
+    block_size = len(blocks[0])
+    expected = [cbor2.dumps(block, canonical=True) for block in blocks]
+    assert split_cbor(np.array(blocks, np.int32).ravel(), block_size) == expected
+
+
+def test_cbor_heads_of_every_width() -> None:
+    """Law 18: blocks of up to 1,000 tokens, on both sides of each limit."""
+    edges = np.array([n + d for n in (24, 1 << 8, 1 << 16, 1 << 31) for d in (-1, 0) if n + d < 1 << 31], np.int32)
+    for block_size in (1, 16, 23, 24, 255, 256, 1000):
+        blocks = np.random.default_rng(block_size).choice(edges, (3, block_size))
+        expected = [cbor2.dumps(block, canonical=True) for block in blocks.tolist()]
+        assert split_cbor(blocks.ravel(), block_size) == expected
+
+
+@pytest.mark.parametrize("extras", [(), (("salt", "s"),), (("adapter", "a", None), ("salt", "日" * 300))])
+def test_a_digest_is_that_of_the_documented_cbor(extras: tuple[Extra, ...]) -> None:
+    """Law 18: `[parent, [token, …], extras or null]`, which tools in other languages can hash too."""
+    hasher, prompt = make_hasher("sha256_cbor"), np.array([5, 200, 40_000, 128_000], np.int32)
+    more = cbor2.dumps([list(extra) for extra in extras]) if extras else None
+    expected = sha256(cbor2.dumps([hasher.root, prompt.tolist(), more], canonical=True)).digest()
+    assert hasher.hash_block(hasher.root, *split_cbor(prompt, 4), hasher.encode(extras)) == expected
+
+
 def test_no_block_is_hashed_twice() -> None:
     """Law 17: between admission attempts, and between publishes."""
     hasher, calls = make_hasher("sha256"), []
@@ -136,7 +174,9 @@ def test_no_block_is_hashed_twice() -> None:
         calls.append(block)
         return hasher.hash_block(parent, block, extras)
 
-    index = HashPrefixIndex(64, BLOCK_SIZE, BlockHasher("counted", hasher.root, counted, hasher.encode, True))
+    index = HashPrefixIndex(
+        64, BLOCK_SIZE, BlockHasher("counted", hasher.root, counted, hasher.encode, True, split_raw)
+    )
     prompt = tokens(80)
     index.publish(1, prompt[:40], np.arange(1, 11, dtype=np.int32), 0, BASE)
     calls.clear()
@@ -190,6 +230,10 @@ def test_a_block_is_not_published_twice() -> None:
         index.publish(2, tokens(8, seed=3), ids(2, 1), 0, BASE)
     with pytest.raises(PoolError, match="null block"):
         index.publish(3, tokens(4, seed=3), ids(0), 0, BASE)
+    for known in (1, 0):
+        row, table, held = ids(0), tokens(8)[None], ids(1, known)[None]
+        with pytest.raises(PoolError, match="published already"):
+            index.publish_rows(FilledRows(row, ids(1), ids(2), [1], [BASE], table, held, BLOCK_SIZE))
     assert index.num_published == 1
     assert found(index, tokens(4, seed=3)) == []
 
@@ -215,4 +259,4 @@ def test_what_is_kept_is_bounded_by_the_pool_and_the_live_sequences() -> None:
     assert index.num_sequences == 0
     assert max(map(len, (index._by_digest, index._extras, index._adapters))) <= 31
     index.reset()
-    assert not any((index._by_digest, index._extras, index._adapters, any(index._digests)))
+    assert not any((index._by_digest, index._extras, index._adapters, any(index._known)))

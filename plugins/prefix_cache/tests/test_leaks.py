@@ -21,10 +21,13 @@ def live_objects() -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_live_objects_are_flat_over_100_000_requests() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_live_objects_are_flat_over_100_000_requests(depth: int) -> None:
     """Law 14: after the first 10,000, which fill the pool and the caches of the interpreter."""
     index = HashPrefixIndex(NUM_BLOCKS + 1, 4, make_hasher("sha256"))
-    loop = free_core(index=index, num_blocks=NUM_BLOCKS, max_num_seqs=64, max_num_batched_tokens=512)
+    loop = free_core(
+        index=index, num_blocks=NUM_BLOCKS, max_num_seqs=64, max_num_batched_tokens=512, overlap_depth=depth
+    )
     random = np.random.default_rng(0)
     heads = random.integers(0, 64, (50, 12))
     before: Counter[str] = Counter()
@@ -47,5 +50,6 @@ def test_live_objects_are_flat_over_100_000_requests() -> None:
     assert stats.num_blocks_idle == index.num_published > 0
     assert 0 < stats.prefix_hits < stats.prefix_queries
     loop.core.reset_prefix_cache()
-    assert not any((index._by_digest, index._extras, index._adapters, any(index._digests), any(index._tokens)))
+    assert not any((index._by_digest, index._extras, index._adapters, any(index._known)))
     assert loop.core.stats().num_blocks_idle == 0
+    loop.close()

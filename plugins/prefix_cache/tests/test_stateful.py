@@ -6,22 +6,19 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from enginectl.interfaces.kv import PrefixIndex
 from enginectl.testing.free_executor import free_request
 from enginectl.testing.prefix_index import check_at_rest, tokens
 from enginectl.testing.prefix_loop import CachedLoop, cached_loop, chained_tokens
+from enginectl.testing.stateful import drive
 from enginectl.types import FinishReason
-from enginectl_prefix_cache.hashing import make_hasher
+from enginectl_prefix_cache.hashing import ALGORITHMS, make_hasher
 from enginectl_prefix_cache.index import HashPrefixIndex
 
-
-def make_index(num_blocks: int, block_size: int) -> PrefixIndex:
-    return HashPrefixIndex(num_blocks, block_size, make_hasher("sha256"))
-
+WANTED = ("hits", "partial", "evictions", "preemptions", "resets", "reloads")
 
 REQUESTS = st.tuples(
     st.integers(0, 2),
@@ -37,6 +34,7 @@ REQUESTS = st.tuples(
 class CacheMachine(RuleBasedStateMachine):
     """Requests come, go and are aborted; the cache is reset and adapters are replaced at any time."""
 
+    algorithm = "sha256"
     depth = 0
     num_drafts = 0
     happened: ClassVar[Counter[str]] = Counter()
@@ -44,12 +42,15 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop: CachedLoop = cached_loop(
-            make_index, depth=self.depth, num_drafts=self.num_drafts, num_blocks=26, max_num_seqs=5
+            self.make_index, depth=self.depth, num_drafts=self.num_drafts, num_blocks=26, max_num_seqs=5
         )
         self.expected: dict[int, list[int]] = {}
         self.adapter_of: dict[int, str | None] = {}
         self.unpredictable: set[int] = set()
         self.num_added = 0
+
+    def make_index(self, num_blocks: int, block_size: int) -> PrefixIndex:
+        return HashPrefixIndex(num_blocks, block_size, make_hasher(self.algorithm))
 
     @rule(asked=st.lists(REQUESTS, min_size=1, max_size=5))
     def add(self, asked: list[tuple[int, int, list[int], int, str | None, str | None]]) -> None:
@@ -65,8 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
     def steps(self, count: int) -> None:
         for _ in range(count):
             if self.loop.core.has_work:
-                self.loop.step()
-                self.happened["steps"] += 1
+                self.step()
 
     @rule(back=st.integers(0, 5))
     def abort(self, back: int) -> None:
@@ -82,11 +82,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.unpredictable |= {
             key for key, adapter in self.adapter_of.items() if adapter == name and key not in self.loop.answers.finished
         }
+        self.happened["reloads"] += 1
         self.loop.reload(name, str(int(self.loop.adapters.versions[name]) + 1))
 
-    @invariant()
-    def what_is_kept_is_bounded(self) -> None:
-        """Laws 14 and 19."""
+    def step(self) -> None:
+        """One step; the loop checks the ledger and every published block, then what is kept is bounded."""
+        self.loop.step()
+        self.happened["steps"] += 1
         core = self.loop.core
         index = self.loop.index.inner
         assert isinstance(index, HashPrefixIndex)
@@ -96,7 +98,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert not (used[list(core.pool.allocator._idle)]).any(), "an idle block is in use"
 
     def teardown(self) -> None:
-        self.happened["steps"] += self.loop.run()
+        while self.loop.core.has_work:
+            self.step()
         loop, done = self.loop, self.loop.answers.finished
         assert set(done) == set(self.expected), "every request ends"
         for key, expected in self.expected.items():
@@ -117,22 +120,24 @@ class CacheMachine(RuleBasedStateMachine):
         check_at_rest(loop)
 
 
+def run_cache(algorithm: str, depth: int, num_drafts: int, num_steps: int) -> None:
+    happened: Counter[str] = Counter()
+    fields = {"algorithm": algorithm, "depth": depth, "num_drafts": num_drafts, "happened": happened}
+    wanted = [*WANTED, *(["accepted", "rejected"] if num_drafts else [])]
+    drive(type("Machine", (CacheMachine,), fields), happened, num_steps=num_steps, wanted=wanted)
+    assert happened["steps"] >= num_steps
+
+
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_cache_keeps_its_laws(depth: int, num_drafts: int) -> None:
-    """Laws 14, 17, 19 and 20, over thousands of steps of the loop."""
-    happened: Counter[str] = Counter()
-    machine = type("Machine", (CacheMachine,), {"depth": depth, "num_drafts": num_drafts, "happened": happened})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    wanted = ["hits", "partial", "evictions", "preemptions", "resets"] + ["accepted", "rejected"] * bool(num_drafts)
-    assert all(happened[what] > 0 for what in wanted), happened
-    assert happened["steps"] > 2500, happened
+    """Laws 14, 17, 19 and 20: hits, evictions, preemptions, reloads and resets in any order, checked after every step."""
+    run_cache("sha256", depth, num_drafts, 2_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_cache_keeps_its_laws_over_many_steps(depth: int, algorithm: str) -> None:
+    """Laws 14, 17, 18, 19 and 20: for 10,000 steps, with drafts, for each hash."""
+    run_cache(algorithm, depth, 3, 10_000)

@@ -14,7 +14,7 @@ from enginectl.engine.batch import RowTable
 from enginectl.engine.counters import Counters
 from enginectl.engine.outputs import OutputBuilder
 from enginectl.interfaces.executor import StepPlan, StepResult
-from enginectl.interfaces.kv import PrefixIndex
+from enginectl.interfaces.kv import FilledRows, PrefixIndex
 
 IntRows = NDArray[np.int32]
 Ended = tuple[IntRows, IntRows, NDArray[np.bool_]]
@@ -61,22 +61,30 @@ class Committer:
         return self._commit_many(result, sampled, base, plan)
 
     def publish(self, plan: StepPlan) -> None:
-        """Blocks that became full and verified enter the prefix index. Loops over rows that filled one, only."""
+        """Blocks that became full and verified enter the prefix index. Looks at rows that filled one, only."""
         t, index, rows = self.table, self.index, plan.rows
         assert index is not None, "called with an index only"
-        verified = np.minimum(plan.num_computed + plan.num_tokens, t.num_tokens[rows] - 1 - (t.in_flight[rows] > 0))
+        verified = plan.num_computed + plan.num_tokens
+        if self._keeps_drafts:  # those that were rejected are not
+            verified = np.minimum(verified, t.num_tokens[rows] - 1 - (t.in_flight[rows] > 0))
         full = verified // self._block_size
-        filled = full > t.num_published[rows]
-        if not filled.any():
+        filled = np.flatnonzero(full > t.num_published[rows])
+        if not filled.size:
             return
-        for row, count in zip(rows[filled].tolist(), full[filled].tolist(), strict=True):
-            request = t.requests[row]
-            if request is None or t.is_closing[row]:
-                continue
-            tokens = t.token_ids[row, : count * self._block_size]
-            start = int(t.num_published[row])
-            index.publish(request.key, tokens, t.block_table[0, row, :count], start, request.block_key)
-            t.num_published[row] = count
+        rows, full = rows[filled], full[filled]
+        requests = [None if t.is_closing[row] else t.requests[row] for row in rows.tolist()]
+        open_ = [request for request in requests if request is not None]
+        if len(open_) < len(requests):
+            is_open = np.array([request is not None for request in requests], np.bool_)
+            rows, full = rows[is_open], full[is_open]
+        keys = [request.block_key for request in open_]
+        sequences = [request.key for request in open_]
+        index.publish_rows(
+            FilledRows(
+                rows, t.num_published[rows], full, sequences, keys, t.token_ids, t.block_table[0], self._block_size
+            )
+        )
+        t.num_published[rows] = full
 
     def _commit_one(self, result: StepResult, rows: IntRows, base: IntRows, tokens: IntRows) -> Ended | None:
         """One new token a row: the plain decode step."""

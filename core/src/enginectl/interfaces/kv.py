@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -97,6 +98,44 @@ class BlockKey(msgspec.Struct, frozen=True):
     multimodal: tuple[tuple[int, str], ...] = ()
 
 
+@dataclass(slots=True)
+class FilledRows:
+    """Rows of one step whose blocks [starts, ends) are now full and verified. Read only; valid during the call.
+
+    rows, starts, ends: [n] int32. sequences, keys: of each row. token_ids: [rows, max_tokens] int32 and block_table:
+    [rows, max_blocks] int32 hold all rows, of which `rows` are meant.
+    """
+
+    rows: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    ends: NDArray[np.int32]
+    sequences: list[int]
+    keys: list[BlockKey]
+    token_ids: NDArray[np.int32]
+    block_table: BlockIds
+    block_size: int
+
+    def each(self) -> Iterator[tuple[int, NDArray[np.int32], BlockIds, int, BlockKey]]:
+        """What `PrefixIndex.publish` takes, row by row."""
+        bounds = zip(self.rows.tolist(), self.starts.tolist(), self.ends.tolist(), strict=True)
+        for (row, start, end), sequence, key in zip(bounds, self.sequences, self.keys, strict=True):
+            tokens, blocks = self.token_ids[row, : end * self.block_size], self.block_table[row, :end]
+            yield sequence, tokens, blocks, start, key
+
+    def select(self, which: NDArray[np.intp]) -> FilledRows:
+        """Some of them, by index."""
+        return FilledRows(
+            self.rows[which],
+            self.starts[which],
+            self.ends[which],
+            [self.sequences[i] for i in which.tolist()],
+            [self.keys[i] for i in which.tolist()],
+            self.token_ids,
+            self.block_table,
+            self.block_size,
+        )
+
+
 class PrefixIndex(ABC):
     """Knows what full, verified blocks contain."""
 
@@ -117,6 +156,13 @@ class PrefixIndex(ABC):
         token_ids: all tokens up to the end of the last of these blocks. A block whose contents are known already under
         another id stays private. Called: when blocks fill, for rows that filled one.
         """
+
+    def publish_rows(self, filled: FilledRows) -> None:
+        """`publish` for all rows of a step that filled blocks. The default takes them one after another; an index that
+        works with arrays does them at once. Called: once per step in which a row filled a block.
+        """
+        for one in filled.each():
+            self.publish(*one)
 
     @abstractmethod
     def is_published(self, ids: BlockIds) -> NDArray[np.bool_]:

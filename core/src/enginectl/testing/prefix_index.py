@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from enginectl.interfaces.kv import BlockKey, PrefixIndex
+from enginectl.interfaces.kv import BlockKey, FilledRows, PrefixIndex
 from enginectl.testing.free_executor import free_request
 from enginectl.testing.prefix_loop import (
     BLOCK_SIZE,
@@ -148,6 +148,32 @@ class PrefixIndexConformance:
         index.publish(2, prompt, ids(1, 2, 3, 4, 5), 3, BASE)
         index.end(2)
         assert found(index, prompt) == [1, 2, 3, 4, 5]
+
+    def test_rows_at_once_are_rows_one_after_another(self, make_index: MakeIndex) -> None:
+        """Law 17: rows of a step, some with equal contents, several new blocks, or items where a block is filled later."""
+        random = np.random.default_rng(0)
+        table = np.stack([tokens(40, seed=row // 2) for row in range(8)])  # pairs that are equal, or nearly
+        table[5, 30] += 1
+        blocks = np.arange(1, 81, dtype=np.int32).reshape(8, 10)
+        keys = [BASE, BASE, BASE, BlockKey(salt="s"), *[BlockKey(adapter="a", adapter_version="1")] * 2]
+        keys += [BlockKey(multimodal=((6, "cat"),)), BlockKey(multimodal=((6, "dog"),))]
+        one, other = make_index(81, BLOCK_SIZE), make_index(81, BLOCK_SIZE)
+        done = np.zeros(8, np.int32)
+        blocks[1, :2] = blocks[0, :2]  # a hit: both go on from the same block
+        done[:2] = 2
+        for index in (one, other):
+            index.publish(100, table[0, : 2 * BLOCK_SIZE], blocks[0, :2], 0, BASE)
+        while (done < 10).any():
+            rows = np.flatnonzero((random.random(8) < 0.7) & (done < 10)).astype(np.int32)
+            ends = np.minimum(done[rows] + random.choice([1, 1, 1, 3], rows.size), 10).astype(np.int32)
+            names, some = [100 + row for row in rows.tolist()], [keys[row] for row in rows.tolist()]
+            filled = FilledRows(rows, done[rows], ends, names, some, table, blocks, BLOCK_SIZE)
+            one.publish_rows(filled)
+            PrefixIndex.publish_rows(other, filled)
+            done[rows] = ends
+            for row, key in enumerate(keys):
+                assert len(found(one, table[row], key)) == len(found(other, table[row], key)) >= done[row]
+        assert one.is_published(blocks.ravel()).sum() == other.is_published(blocks.ravel()).sum()
 
     def test_reset_forgets_all_or_one_adapter(self, make_index: MakeIndex) -> None:
         """Law 20."""

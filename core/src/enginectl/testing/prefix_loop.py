@@ -25,7 +25,7 @@ from enginectl.engine.rows import Packed
 from enginectl.errors import NotFoundError
 from enginectl.interfaces.adapter import AdapterBackend, AdapterInfo
 from enginectl.interfaces.executor import NewRow
-from enginectl.interfaces.kv import BlockIds, BlockKey, KVGroup, KVLayout, PrefixIndex, PrefixMatch
+from enginectl.interfaces.kv import BlockIds, BlockKey, FilledRows, KVGroup, KVLayout, PrefixIndex, PrefixMatch
 from enginectl.interfaces.model import Model
 from enginectl.testing.free_executor import FreeExecutor, FreeLoop, IntRows, Words
 
@@ -194,8 +194,17 @@ class WatchedIndex(PrefixIndex):
 
     def publish(self, sequence: int, token_ids: NDArray[np.int32], blocks: BlockIds, start: int, key: BlockKey) -> None:
         """Remember what the inner index took."""
-        self.live.add(sequence)
         self.inner.publish(sequence, token_ids, blocks, start, key)
+        self._note(sequence, token_ids, blocks, start, key)
+
+    def publish_rows(self, filled: FilledRows) -> None:
+        """The same, the inner index's own way."""
+        self.inner.publish_rows(filled)
+        for one in filled.each():
+            self._note(*one)
+
+    def _note(self, sequence: int, token_ids: NDArray[np.int32], blocks: BlockIds, start: int, key: BlockKey) -> None:
+        self.live.add(sequence)
         taken = self.inner.is_published(blocks[start:])
         for i, block in enumerate(blocks[start:].tolist(), start + 1):
             if taken[i - start - 1]:

@@ -5,15 +5,15 @@ Everything is bounded by the pool (per block) or by the live sequences (`_Chain`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginectl.context import BuildContext
 from enginectl.errors import PoolError
-from enginectl.interfaces.kv import BlockIds, BlockKey, PrefixIndex, PrefixMatch
-from enginectl_prefix_cache.hashing import BlockHasher, extras_by_block, make_hasher
+from enginectl.interfaces.kv import BlockIds, BlockKey, FilledRows, PrefixIndex, PrefixMatch
+from enginectl_prefix_cache.hashing import BlockHasher, extras_by_block, make_hasher, split_raw
 
 _ROOT = 0
 """Serial number of what comes before a first block; also that of a block which is not published."""
@@ -21,13 +21,22 @@ _ROOT = 0
 _UNKNOWN = -1
 """Serial number of a parent that the index does not hold at the moment."""
 
+_Known = tuple[bytes, bytes, int, int]
+"""What is known of a published block: digest, tokens as int32 bytes, its parent's serial number, its own."""
+
+_BEFORE_AND_AT = np.array([-1, 0])
+
+_SPAN = 64
+"""Blocks that are split for the hash at once."""
+
 _NO_MATCH = PrefixMatch(0, np.zeros(0, np.int32))
 
 
 class _Chain:
     """What is kept of a live sequence, so that no block is hashed twice.
 
-    extras: encoded, of the blocks that have any. digests: of its blocks, head first, as far as they were needed.
+    extras: encoded, of the blocks that have any. digests: of its blocks, head first, as far as they were needed: a
+    decode step goes on from the block before, without it.
     num_published: blocks it has published or found known. tail_block, tail_serial: the block under which the index
     holds the last of them (not its own, if its contents were known already).
     """
@@ -53,17 +62,16 @@ class HashPrefixIndex(PrefixIndex):
     def __init__(self, num_blocks: int, block_size: int, hasher: BlockHasher) -> None:
         self._block_size = block_size
         self._width = 4 * block_size
+        self._offsets = np.arange(block_size)
         self._hasher = hasher
         self._hash = hasher.hash_block
         self._by_digest: dict[bytes, int] = {}
         self._chains: dict[int, _Chain] = {}
         self._last_serial = _ROOT
         # By block id.
-        self._is_published = np.zeros(num_blocks, np.bool_)
-        self._tokens: list[bytes] = [b""] * num_blocks
-        self._digests: list[bytes] = [b""] * num_blocks
-        self._serials = [_ROOT] * num_blocks
-        self._parents = [_UNKNOWN] * num_blocks
+        self._known: list[_Known | None] = [None] * num_blocks
+        self._flags = bytearray(num_blocks)  # whether it is known: to set one by one, and as an array to look at many
+        self._is_published = np.frombuffer(self._flags, np.bool_)
         self._extras: dict[int, bytes] = {}
         self._adapters: dict[int, str] = {}
 
@@ -80,55 +88,68 @@ class HashPrefixIndex(PrefixIndex):
     # -- finding -------------------------------------------------------------------------------------------------
 
     def match(self, sequence: int, token_ids: NDArray[np.int32], key: BlockKey) -> PrefixMatch:
-        """Hash block after block until one is not known; compare the tokens of all of them at once."""
-        size, width = self._block_size, self._width
-        most = len(token_ids) // size
+        """Hash block after block until one is not known; compare what all of them hold at once."""
+        most = len(token_ids) // self._block_size
         if most == 0:
             return _NO_MATCH
         chain = self._chain(sequence, key)
-        digests, by_digest, hash_block = chain.digests, self._by_digest, self._hash
-        serials, parents = self._serials, self._parents
+        digests, by_digest, hash_block, known = chain.digests, self._by_digest, self._hash, self._known
         num_hashed = len(digests)
-        data = token_ids[: most * size].tobytes()
+        blocks = self._blocks(token_ids, num_hashed, most)
         digest = digests[-1] if digests else self._hasher.root
-        parent = _ROOT
-        found: list[int] = []
+        parent, found = _ROOT, list[_Known]()
+        ids: list[int] = []
         for i in range(most):
             if i < num_hashed:
                 digest = digests[i]
             else:
-                digest = hash_block(digest, data[i * width : (i + 1) * width], chain.extras.get(i, b""))
+                digest = hash_block(digest, next(blocks), chain.extras.get(i, b""))
                 digests.append(digest)
             block = by_digest.get(digest)
-            if block is None or (parents[block] != parent and not self._adopt(block, parent)):
+            if block is None:
                 break
-            parent = serials[block]
-            found.append(block)
-        if not found:
+            one = known[block]
+            assert one is not None, "what a digest leads to is published"
+            if one[2] != parent and not self._adopt(block, parent):
+                break
+            parent = one[3]
+            ids.append(block)
+            found.append(one)
+        if not ids:
             return _NO_MATCH
-        count = self._count_equal(found, data, chain.extras)
-        return PrefixMatch(count * size, np.array(found[:count], np.int32))
+        count = self._count_equal(found, token_ids[: len(ids) * self._block_size].tobytes())
+        if chain.extras or self._extras:
+            count = self._count_alike(ids[:count], chain.extras)
+        return PrefixMatch(count * self._block_size, np.array(ids[:count], np.int32))
 
-    def _count_equal(self, blocks: list[int], data: bytes, extras: dict[int, bytes]) -> int:
-        """How many of the first blocks hold exactly these tokens, with these extras."""
-        count, width = len(blocks), self._width
-        held = [self._tokens[block] for block in blocks]
-        if b"".join(held) != data[: count * width]:
-            count = next(i for i, one in enumerate(held) if one != data[i * width : (i + 1) * width])
-        if extras or self._extras:
-            for i, block in enumerate(blocks[:count]):
-                if self._extras.get(block, b"") != extras.get(i, b""):
-                    return i
-        return count
+    def _count_equal(self, blocks: list[_Known], data: bytes) -> int:
+        """How many of the first blocks hold exactly these tokens."""
+        if b"".join([tokens for _, tokens, _, _ in blocks]) == data:
+            return len(blocks)
+        width = self._width
+        return next(i for i, (_, tokens, _, _) in enumerate(blocks) if tokens != data[i * width : (i + 1) * width])
+
+    def _count_alike(self, blocks: list[int], extras: dict[int, bytes]) -> int:
+        """How many of the first blocks have exactly these extras."""
+        for i, block in enumerate(blocks):
+            if self._extras.get(block, b"") != extras.get(i, b""):
+                return i
+        return len(blocks)
 
     def _adopt(self, block: int, parent: int) -> bool:
         """The block's parent was evicted and came back under another serial number: take it for the same if its digest,
         which covers all before it, cannot be forged.
         """
-        if not self._hasher.is_cryptographic:
+        known = self._known[block]
+        if known is None or not self._hasher.is_cryptographic:
             return False
-        self._parents[block] = parent
+        digest, tokens, _, serial = known
+        self._known[block] = digest, tokens, parent, serial
         return True
+
+    def _serial(self, block: int) -> int:
+        known = self._known[block]
+        return _ROOT if known is None else known[3]
 
     # -- publishing ----------------------------------------------------------------------------------------------
 
@@ -136,65 +157,95 @@ class HashPrefixIndex(PrefixIndex):
         """Give each new block its digest, unless equal contents have it. Raises PoolError, changing nothing, for a
         block that is published already.
         """
-        new = blocks[start:].tolist()
-        self._check_new(new)
+        self._check_new(blocks[start:])
         chain = self._chain(sequence, key)
         parent = self._parent_of(chain, blocks, start)
         if parent is None:
             return
-        count, width = len(blocks), self._width
-        if len(chain.digests) < start:  # it has not been matched
-            self._extend(chain, token_ids[: start * self._block_size].tobytes(), 0)
+        width, count = self._width, len(blocks)
+        self._extend(chain, token_ids, count)
         data = token_ids[start * self._block_size : count * self._block_size].tobytes()
-        self._extend(chain, data, start)
-        digests, all_extras, adapter = chain.digests, chain.extras, key.adapter
-        for i, block in enumerate(new, start):
-            digest = digests[i]
-            extras = all_extras.get(i, b"") if all_extras else b""
-            at = (i - start) * width
+        for i, block in enumerate(blocks[start:].tolist(), start):
+            digest, extras, at = chain.digests[i], chain.extras.get(i, b""), (i - start) * width
             tokens = data[at : at + width]
             holder = self._by_digest.get(digest)
-            if holder is not None and self._holds(holder, tokens, extras, parent):
-                parent = self._serials[holder]
-                chain.tail_block = holder
-                continue
-            self._last_serial += 1
-            self._by_digest[digest] = block
-            self._digests[block] = digest
-            self._tokens[block] = tokens
-            self._parents[block] = parent
-            self._serials[block] = parent = self._last_serial
-            self._is_published[block] = True
-            if extras:
-                self._extras[block] = extras
-            if adapter is not None:
-                self._adapters[block] = adapter
-            chain.tail_block = block
+            if holder is None or not self._holds(holder, tokens, extras, parent):
+                self._last_serial += 1
+                self._by_digest[digest] = holder = block
+                self._known[block] = digest, tokens, parent, self._last_serial
+                self._flags[block] = True
+                if extras:
+                    self._extras[block] = extras
+                if key.adapter is not None:
+                    self._adapters[block] = key.adapter
+            chain.tail_block, parent = holder, self._serial(holder)
         chain.num_published = count
         chain.tail_serial = parent
 
-    def _check_new(self, blocks: list[int]) -> None:
-        serials = self._serials
-        for block in blocks:
-            if serials[block] != _ROOT or block == 0:
+    def publish_rows(self, filled: FilledRows) -> None:
+        """A step's rows at once. Nearly all rows of a decode step fill one block behind one that is published, with
+        contents that are new; the others go through `publish`.
+        """
+        size, split, rows, starts = self._block_size, self._hasher.split, filled.rows[:, None], filled.starts[:, None]
+        tokens = filled.token_ids[rows, starts * size + self._offsets]
+        blocks = filled.block_table[rows, starts + _BEFORE_AND_AT].tolist()
+        hashed = None if split is split_raw else split(tokens.ravel(), size)
+        left = self._publish_next(filled, blocks, tokens.tobytes(), hashed)
+        if left:
+            super().publish_rows(filled.select(np.array(left)))
+
+    def _publish_next(
+        self, filled: FilledRows, blocks: list[list[int]], data: bytes, hashed: list[bytes] | None
+    ) -> list[int]:
+        """Publish one block a row, and return the indices of rows that are not as simple as that.
+
+        blocks: the one before it and the block, of each row. data: the block's tokens, row after row. hashed: what is
+        hashed of each, None if that is data. The digest goes on from the one before: no chain is looked at.
+        """
+        by_digest, known, flags, adapters = self._by_digest, self._known, self._flags, self._adapters
+        hash_block, width, serial, left = self._hash, self._width, self._last_serial, list[int]()
+        bounds = zip(filled.starts.tolist(), filled.ends.tolist(), blocks, filled.keys, strict=True)
+        for i, (start, end, (before, block), key) in enumerate(bounds):
+            parent = known[before]
+            if parent is None or start == 0 or start + 1 != end or flags[block] or not block or key.multimodal:
+                left.append(i)
+                continue
+            tokens = data[i * width : (i + 1) * width]
+            digest = hash_block(parent[0], tokens if hashed is None else hashed[i], b"")
+            if digest in by_digest:
+                left.append(i)
+                continue
+            serial += 1
+            by_digest[digest] = block
+            known[block] = digest, tokens, parent[3], serial
+            flags[block] = True
+            if key.adapter is not None:
+                adapters[block] = key.adapter
+        self._last_serial = serial
+        return left
+
+    def _check_new(self, blocks: BlockIds) -> None:
+        for block in blocks.tolist():
+            if self._flags[block] or block == 0:
                 raise PoolError(f"block {block} is published already, or is the null block; forget it first")
 
     def _parent_of(self, chain: _Chain, blocks: BlockIds, start: int) -> int | None:
         """Serial number of what the first new block follows; None if that is not known, and so cannot be found again."""
         if start == 0:
             return _ROOT
-        serial = self._serials[blocks.item(start - 1)]
+        serial = self._serial(blocks.item(start - 1))
         if serial != _ROOT:
             return serial
-        if chain.num_published == start and self._serials[chain.tail_block] == chain.tail_serial:
+        if chain.num_published == start and self._serial(chain.tail_block) == chain.tail_serial:
             return chain.tail_serial
         return _UNKNOWN if self._hasher.is_cryptographic else None  # it may come back, see `_adopt`
 
     def _holds(self, block: int, tokens: bytes, extras: bytes, parent: int) -> bool:
         """Whether a block with the same digest has the same contents too."""
-        if self._tokens[block] != tokens or self._extras.get(block, b"") != extras:
+        known = self._known[block]
+        if known is None or known[1] != tokens or self._extras.get(block, b"") != extras:
             return False
-        return self._parents[block] == parent or self._adopt(block, parent)
+        return known[2] == parent or self._adopt(block, parent)
 
     # -- chains --------------------------------------------------------------------------------------------------
 
@@ -205,14 +256,19 @@ class HashPrefixIndex(PrefixIndex):
             chain = self._chains[sequence] = _Chain(key, extras)
         return chain
 
-    def _extend(self, chain: _Chain, data: bytes, start: int) -> None:
-        """Digests of the blocks from `start` on, whose tokens are in data; only those that are missing are hashed."""
-        digests, width, hash_block = chain.digests, self._width, self._hash
+    def _extend(self, chain: _Chain, token_ids: NDArray[np.int32], count: int) -> None:
+        """Digests of the first `count` blocks of these tokens; only those that are missing are hashed."""
+        digests, hash_block, extras = chain.digests, self._hash, chain.extras
         digest = digests[-1] if digests else self._hasher.root
-        first = len(digests) - start
-        for i in range(first, len(data) // width):
-            digest = hash_block(digest, data[i * width : (i + 1) * width], chain.extras.get(start + i, b""))
+        for i, block in enumerate(self._blocks(token_ids, len(digests), count), len(digests)):
+            digest = hash_block(digest, block, extras.get(i, b""))
             digests.append(digest)
+
+    def _blocks(self, token_ids: NDArray[np.int32], start: int, end: int) -> Iterator[bytes]:
+        """What is hashed of blocks [start, end), split a span at a time: few may be asked for."""
+        size, split = self._block_size, self._hasher.split
+        for at in range(start, end, _SPAN):
+            yield from split(token_ids[at * size : min(at + _SPAN, end) * size], size)
 
     # -- forgetting ----------------------------------------------------------------------------------------------
 
@@ -223,24 +279,17 @@ class HashPrefixIndex(PrefixIndex):
 
     def forget(self, ids: BlockIds) -> None:
         """Drop what is known of these blocks; unknown ones are ignored."""
-        self._is_published[ids] = False
-        self._drop(ids.tolist())
-
-    def _drop(self, blocks: Iterable[int]) -> None:
-        by_digest = self._by_digest
+        by_digest, blocks = self._by_digest, ids.tolist()
         for block in blocks:
-            digest = self._digests[block]
-            if by_digest.get(digest) == block:
-                del by_digest[digest]
-            self._digests[block] = self._tokens[block] = b""
-            self._serials[block] = _ROOT
-            self._parents[block] = _UNKNOWN
-        if self._extras:
-            for block in blocks:
-                self._extras.pop(block, None)
-        if self._adapters:
-            for block in blocks:
-                self._adapters.pop(block, None)
+            known = self._known[block]
+            if known is not None and by_digest.get(known[0]) == block:
+                del by_digest[known[0]]
+            self._known[block] = None
+            self._flags[block] = False
+        for of_block in (self._extras, self._adapters):
+            if of_block:
+                for block in blocks:
+                    of_block.pop(block, None)
 
     def end(self, sequence: int) -> None:
         """Drop the sequence's chain; what it published stays."""
