@@ -192,8 +192,21 @@ def _tokenizer_eos(directory: Path) -> list[int]:
         return []
     added = [(int(number), entry) for number, entry in named.get("added_tokens_decoder", {}).items()]
     if not added:
-        added = [(entry["id"], entry) for entry in _read_json(directory / "tokenizer.json").get("added_tokens", [])]
+        added = [(entry["id"], entry) for entry in _added_tokens(directory / "tokenizer.json")]
     return [number for number, entry in added if entry.get("content") == content]
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is wanted of a tokenizer.json. The vocabulary, megabytes of it, is skipped over."""
+
+    added_tokens: list[dict[str, Any]] = []
+
+
+def _added_tokens(path: Path) -> list[dict[str, Any]]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
+    except (OSError, msgspec.MsgspecError):
+        return []
 
 
 def _read_json(path: Path) -> dict[str, Any]:
