@@ -8,6 +8,7 @@ batch that of vLLM's spans.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -29,6 +30,8 @@ from enginectl.types import Call, FinishedRequest, FinishReason, GenerateRequest
 
 PROVIDER = "enginectl"
 TRACES_PATH = "/v1/traces"
+
+_CLOSE_S = 3.0
 
 Attribute = tuple[str, AttributeValue]
 
@@ -67,8 +70,10 @@ class TracingObserver(Observer):
         return self._propagator.extract(call.trace_headers, context=Context())
 
     def close(self) -> None:
-        """Send what is left."""
-        self._provider.shutdown()
+        """Send what is left; a collector that does not answer is not waited for."""
+        sending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        sending.start()
+        sending.join(_CLOSE_S)
 
 
 _UNKNOWN = Call(operation="text_completion", model="")
