@@ -6,11 +6,26 @@ arrays (`engine/rows.py`) and learns of changes through the plan.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from enginectl.engine.request import Request, stop_ids
 from enginectl.interfaces.scheduler import RunningRows
+
+
+@dataclass(slots=True)
+class Columns:
+    """What is fixed of the rows that run. keys: int64, as bytes. last: [n] int32 index of the last token each may get.
+    running: what the scheduler sees, its counts to be set.
+    """
+
+    rows: NDArray[np.int32]
+    keys: bytes
+    stop_ids: NDArray[np.int32]
+    last: NDArray[np.int32]
+    running: RunningRows
 
 
 class RowTable:
@@ -38,13 +53,16 @@ class RowTable:
         self.arrival_s = np.zeros(n, np.float64)
         self.tenant = np.zeros(n, np.int32)
         self.order = np.zeros(0, np.int32)
-        """Rows that run, in admission order."""
+        """Rows that run, in admission order. A new array whenever it changes."""
+        self.num_closing = 0
+        self.num_awaiting = 0
+        """Rows in `awaits_first`."""
         self._free = list(range(n - 1, -1, -1))
         self._tenants: dict[str, int] = {}
         self._tenant_names: list[str] = []
         self._tenant_rows: list[int] = []
         self._free_tenants: list[int] = []
-        self._fixed: RunningRows | None = None
+        self._columns: Columns | None = None
 
     @property
     def num_free_rows(self) -> int:
@@ -64,25 +82,29 @@ class RowTable:
         self.max_tokens[row] = request.max_total_tokens
         self._set_stops(row, stop_ids(request.spec))
         self.in_flight[row] = 0
-        self.is_closing[row] = False
         self.awaits_first[row] = request.first_token_s == 0.0
+        self.num_awaiting += int(self.awaits_first[row])
         self.priority[row] = request.priority
         self.arrival_s[row] = request.arrival_s
         self.tenant[row] = self._enter(request.tenant)
         self.order = np.append(self.order, np.int32(row))
-        self._fixed = None
+        self._columns = None
         return row
 
     def close(self, row: int) -> None:
         """The row runs no longer; it stays taken until its steps in flight have come back."""
         self.is_closing[row] = True
+        self.num_closing += 1
         self.order = self.order[self.order != row]
-        self._fixed = None
+        self._columns = None
 
     def free(self, row: int) -> None:
-        """Nobody holds the row any more."""
+        """Nobody holds the row any more; it was closed."""
         request = self.request(row)
         assert self.in_flight[row] == 0, f"row {row} has steps in flight"
+        self.is_closing[row] = False
+        self.num_closing -= 1
+        self.got_first(np.array([row]))
         request.row = -1
         self.requests[row] = None
         self.num_blocks[row] = 0
@@ -99,22 +121,31 @@ class RowTable:
         """The row's blocks of group 0, head first."""
         return self.block_table[0, row, : self.num_blocks[row]]
 
-    def running(self, num_pending: NDArray[np.int32]) -> RunningRows:
-        """What the scheduler sees. Columns that never change in a row's life are gathered when rows come and go."""
-        fixed, rows = self._fixed, self.order
-        if fixed is None:
-            fixed = self._fixed = RunningRows(
+    def got_first(self, rows: NDArray[np.integer]) -> NDArray[np.integer]:
+        """Those of these rows that awaited their first token; they do no more."""
+        first = rows[self.awaits_first[rows]]
+        self.awaits_first[first] = False
+        self.num_awaiting -= first.size
+        return first
+
+    def columns(self) -> Columns:
+        """Of the rows that run, what never changes in their lives; gathered when rows come and go."""
+        found, rows = self._columns, self.order
+        if found is None:
+            nothing = np.zeros(0, np.int32)
+            running = RunningRows(
                 rows,
-                num_pending,
-                num_pending,
+                nothing,
+                nothing,
                 self.priority[rows],
                 self.arrival_s[rows],
                 self.tenant[rows],
                 self._tenant_names,
             )
-        fixed.num_pending = num_pending
-        fixed.num_tokens = self.num_tokens[rows]
-        return fixed
+            found = self._columns = Columns(
+                rows, self.keys[rows].tobytes(), self.stop_ids[rows], self.max_tokens[rows] - 1, running
+            )
+        return found
 
     def _enter(self, name: str) -> int:
         """The tenant's index, for one more row."""

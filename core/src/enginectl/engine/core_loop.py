@@ -230,12 +230,19 @@ class EngineCore:
         t = self.table
         handle = self._launch(plan)
         rows = plan.rows
-        sampled = rows if plan.samples.all() else rows[plan.samples]
-        base = t.num_tokens[sampled]
-        t.num_computed[rows] += plan.num_tokens
-        t.num_tokens[sampled] += 1
-        t.num_drafts[rows] = 0
-        t.in_flight[rows] += 1
+        if plan.is_decode:
+            sampled, base = rows, plan.num_computed + 1
+            t.num_computed[rows] = base
+            t.num_tokens[rows] = base + 1
+        else:
+            sampled = rows if plan.samples.all() else rows[plan.samples]
+            base = t.num_tokens[sampled]
+            t.num_computed[rows] += plan.num_tokens
+            t.num_tokens[sampled] += 1
+        if self._max_drafts:
+            t.num_drafts[rows] = 0
+        if self._depth:  # else nothing comes between launch and retirement
+            t.in_flight[rows] += 1
         has_drafts = self._max_drafts > 0 and bool(plan.num_drafts.any() or plan.draft_limits.any())
         return Flight(plan, handle, sampled, base, self._now, has_drafts)
 
@@ -250,10 +257,12 @@ class EngineCore:
             result = flight.handle.wait()
         except Exception as error:
             result = self._recover(flight, error)
-        self._last_tokens, self._last_s = int(plan.num_tokens.sum()), self._clock() - flight.launched_s
+        self._last_tokens = plan.rows.size if plan.is_decode else int(plan.num_tokens.sum())
+        self._last_s = self._clock() - flight.launched_s
         if self._speculation is not None:
             self._observe(self._speculation, flight, result)
-        t.in_flight[plan.rows] -= 1
+        if self._depth:
+            t.in_flight[plan.rows] -= 1
         sampled, base = flight.sampled, flight.base
         if result.errors:
             result, sampled, base = self._drop_failed(result, sampled, base)
@@ -262,7 +271,7 @@ class EngineCore:
             self._committer.publish(plan)  # before rows end, so that their last blocks are known
         if ended is not None:
             self._end_rows(*ended)
-        if t.is_closing.any():
+        if t.num_closing:
             closing = plan.rows[t.is_closing[plan.rows] & (t.in_flight[plan.rows] == 0)]
             for row in closing.tolist():
                 self._vacate(row)
@@ -325,7 +334,8 @@ class EngineCore:
             log.debug("later step skipped: %s", skipped)
         t.num_computed[rows] -= flight.plan.num_tokens
         t.num_tokens[flight.sampled] -= 1
-        t.in_flight[rows] -= 1
+        if self._depth:
+            t.in_flight[rows] -= 1
         for row in rows[t.is_closing[rows] & (t.in_flight[rows] == 0)].tolist():
             self._vacate(row)
 

@@ -36,10 +36,11 @@ class OutputBuilder:
         counts: _IntRows | None,
         token_ids: _IntRows,
         logprobs: Mapping[int, list[TokenLogprobs]],
+        keys: bytes | None = None,
     ) -> None:
-        """Tokens of these rows, row after row; counts None means one each."""
+        """Tokens of these rows, row after row; counts None means one each. keys: of the rows, where known."""
         assert not self._keys, "one step's tokens a message"
-        self._keys = self._table.keys[rows].tobytes()
+        self._keys = self._table.keys[rows].tobytes() if keys is None else keys
         self._counts = b"" if counts is None else counts.tobytes()
         self._tokens = token_ids.tobytes()
         if logprobs:

@@ -97,17 +97,16 @@ class Planner:
             drain()
             counts = self._grant_running(now)
             assert counts is not None, "nothing is in flight"
-        rows = self.table.order
-        left = self._left_for_prompts(counts)
-        if left > 0 and self.table.num_free_rows and len(self.scheduler):
-            admitted = self._admit(left, now)
+        if self.table.num_free_rows and len(self.scheduler):
+            left = self._left_for_prompts(counts)
+            admitted = self._admit(left, now) if left > 0 else None
             if admitted:
                 counts = np.append(counts, np.array(admitted, np.int32))
-                rows = self.table.order
+        rows = self.table.order
         if not rows.size:
             return None
-        active = counts > 0
-        if not active.all():
+        if not counts.all():
+            active = counts > 0
             rows, counts = rows[active], counts[active]
             if not rows.size:
                 return None
@@ -130,20 +129,24 @@ class Planner:
             rows = t.order
             if not rows.size:
                 return _NO_ROWS
-            pending = t.num_tokens[rows] + t.num_drafts[rows] - t.num_computed[rows]
+            columns, known, computed = t.columns(), t.num_tokens[rows], t.num_computed[rows]
+            pending = known - computed
+            if self._max_drafts:
+                pending += t.num_drafts[rows]
             if self._overlaps:
-                pending[t.num_tokens[rows] >= t.max_tokens[rows]] = 0  # its last token is on the way
-            running = t.running(pending)
+                pending[known > columns.last] = 0  # its last token is on the way
+            running = columns.running
+            running.num_pending, running.num_tokens = pending, known
             self.budget.num_free_rows = t.num_free_rows
             counts = self._grant(running, self.budget, now)
-            ends = t.num_computed[rows] + counts
+            ends = computed + counts
             if ahead:  # slots for what the speculator computes behind the verified tokens
-                ends = np.maximum(np.minimum(ends + ahead, t.max_tokens[rows]), ends)
-            short = (ends + (self._block_size - 1)) // self._block_size - t.num_blocks[rows]
-            np.maximum(short, 0, out=short)
-            wanted = int(short.sum())
-            if wanted == 0:
+                ends = np.maximum(np.minimum(ends + ahead, columns.last + 1), ends)
+            held = t.num_blocks[rows]
+            if (ends <= held * self._block_size).all():
                 return counts
+            short = np.maximum((ends + (self._block_size - 1)) // self._block_size - held, 0)
+            wanted = int(short.sum())
             if wanted <= self.pool.num_available:
                 needy = short > 0
                 self._give_blocks(rows[needy], short[needy])
@@ -259,14 +262,17 @@ class Planner:
     def _make_plan(self, rows: IntRows, counts: IntRows) -> StepPlan:
         t = self.table
         single = counts == 1
-        if not single.all():
+        is_single = bool(single.all())
+        if not is_single:
             order = np.argsort(~single, kind="stable")
             rows, counts = rows[order], counts[order]
         computed = t.num_computed[rows]
         drafts = computed + counts - t.num_tokens[rows]  # < 0 while the prompt is being caught up with
+        is_decode = is_single and not drafts.any()
         samples = drafts >= 0
         np.maximum(drafts, 0, out=drafts)
-        plan = StepPlan(rows, computed, counts, drafts, samples, self._draft_limits(rows, counts, drafts, samples))
+        limits = self._draft_limits(rows, counts, drafts, samples)
+        plan = StepPlan(rows, computed, counts, drafts, samples, limits, is_decode=is_decode)
         changes = self._changes
         if changes.removed or changes.added or changes.block_ids:
             plan.removed, plan.added = changes.removed, changes.added
@@ -314,6 +320,5 @@ class Planner:
         self.admission.release(request, preempted=preempted)
         if self._speculation is not None:
             self._speculation.close_row(row)
-        t.is_closing[row] = False
         t.free(row)
         self._changes.removed.append(row)

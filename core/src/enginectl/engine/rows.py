@@ -48,6 +48,10 @@ class RunnerRows:
         self.num_with_adapter = 0
         self.num_with_logprobs = 0
         self.num_with_prompt_logprobs = 0
+        # A plain decode step's arrays are the beginnings of these.
+        self._upto = np.arange(max_num_seqs + 1, dtype=np.int32)
+        self._index = np.arange(max_num_seqs, dtype=np.int64)
+        self._ones = np.ones(max_num_seqs, np.int32)
 
     def add(self, new: NewRow) -> None:
         """A request takes a row."""
@@ -81,6 +85,9 @@ class RunnerRows:
         """The plan's tokens, packed row after row."""
         rows, counts, computed = plan.rows, plan.num_tokens, plan.num_computed
         n = rows.size
+        if plan.is_decode and not self.num_with_prompt_logprobs:
+            upto = self._upto[: n + 1]
+            return Packed(rows, computed, upto, computed + 1, self._index[:n], self._ones[:n], self._index[:n], [])
         starts = np.zeros(n + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         total = int(starts[-1])

@@ -44,6 +44,7 @@ class StepPlan:
     num_tokens: [n] int32 query tokens this step, drafts included. num_drafts: [n] int32 how many of them are drafts
     (they are in the runner's token matrix). samples: [n] bool, whether the last known token is computed in this step,
     so that the row gets new ones. draft_limits: [n] int32 most drafts the speculator may propose afterwards.
+    is_decode: every row computes its last token, that one alone, and samples: the step that is made most often.
     """
 
     rows: NDArray[np.int32]
@@ -57,6 +58,7 @@ class StepPlan:
     block_rows: NDArray[np.int32] | None = None
     block_columns: NDArray[np.int32] | None = None
     block_ids: NDArray[np.int32] | None = None
+    is_decode: bool = False
 
     def select(self, index: NDArray[np.intp]) -> StepPlan:
         """The same step for some of its rows, without the differences (they are applied already)."""
@@ -67,6 +69,7 @@ class StepPlan:
             self.num_drafts[index],
             self.samples[index],
             self.draft_limits[index],
+            is_decode=self.is_decode,
         )
 
 
