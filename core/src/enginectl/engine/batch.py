@@ -104,7 +104,7 @@ class RowTable:
         assert self.in_flight[row] == 0, f"row {row} has steps in flight"
         self.is_closing[row] = False
         self.num_closing -= 1
-        self.got_first(np.array([row]))
+        self.got_first(np.array([row], np.int32))
         request.row = -1
         self.requests[row] = None
         self.num_blocks[row] = 0
@@ -121,9 +121,9 @@ class RowTable:
         """The row's blocks of group 0, head first."""
         return self.block_table[0, row, : self.num_blocks[row]]
 
-    def got_first(self, rows: NDArray[np.integer]) -> NDArray[np.integer]:
+    def got_first(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         """Those of these rows that awaited their first token; they do no more."""
-        first = rows[self.awaits_first[rows]]
+        first: NDArray[np.int32] = rows[self.awaits_first[rows]]
         self.awaits_first[first] = False
         self.num_awaiting -= first.size
         return first

@@ -18,7 +18,7 @@ class Packed:
 
     sampled: indices [m] into the plan's rows that sample; widths: [m] logits rows of each (drafts + 1);
     keep: [k] packed token indices whose logits are wanted, sampled rows first; prompt_keep: how many of the last of
-    them are for prompt log-probabilities, by row in prompt_rows.
+    them are for prompt log-probabilities, by row in prompt_rows. is_decode: see `StepPlan`.
     """
 
     token_rows: IntRows
@@ -29,6 +29,7 @@ class Packed:
     widths: IntRows
     keep: NDArray[np.int64]
     prompt_rows: list[tuple[int, int, int]]
+    is_decode: bool = False
 
 
 class RunnerRows:
@@ -87,7 +88,8 @@ class RunnerRows:
         n = rows.size
         if plan.is_decode and not self.num_with_prompt_logprobs:
             upto = self._upto[: n + 1]
-            return Packed(rows, computed, upto, computed + 1, self._index[:n], self._ones[:n], self._index[:n], [])
+            index, ones = self._index[:n], self._ones[:n]
+            return Packed(rows, computed, upto, computed + 1, index, ones, index, [], is_decode=True)
         starts = np.zeros(n + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         total = int(starts[-1])
