@@ -105,6 +105,11 @@ def test_a_shorter_context_is_refused(target: Path, tmp_path: Path) -> None:
         assert engine.config.max_model_len == 64
 
 
+def test_drafts_longer_than_the_context_are_refused(target: Path) -> None:
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 20, and sequences have at most 16 tokens"):
+        engine_of(target, target, options={"num_speculative_tokens": 20}, max_model_len=16)
+
+
 @pytest.mark.parametrize(
     ("config", "word"),
     [

@@ -16,5 +16,6 @@ CutModel = Callable[[Path, int], Path]
 class TestDraft(SpeculationLaws):
     @pytest.fixture(scope="class")
     @classmethod
-    def speculator(cls, target: Path, cut_model: CutModel) -> dict[str, Any]:
-        return {"plugins": ["draft"], "plugin_options": {"draft": {"model": str(cut_model(target, 2))}}}
+    def speculator(cls, target: Path, cut_model: CutModel) -> Callable[[], dict[str, Any]]:
+        draft = {"model": str(cut_model(target, 2))}
+        return lambda: {"plugins": ["draft"], "plugin_options": {"draft": draft}}

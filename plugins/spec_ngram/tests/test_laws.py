@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,5 +13,6 @@ from enginectl.testing.speculation_laws import SpeculationLaws
 class TestNgram(SpeculationLaws):
     @pytest.fixture(scope="class")
     @classmethod
-    def speculator(cls, target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-        return {"plugins": ["ngram"], "plugin_options": {"ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3}}}
+    def speculator(cls) -> Callable[[], dict[str, Any]]:
+        section = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+        return lambda: {"plugins": ["ngram"], "plugin_options": {"ngram": section}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -11,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from enginectl import Engine
+from enginectl.errors import EnginectlError
 from enginectl.interfaces.speculator import DraftBatch
+from enginectl.testing.tiny_models import save_tiny_model
 from enginectl.types import SamplingParams
 from enginectl_spec_ngram.config import NgramConfig
 from enginectl_spec_ngram.speculator import NgramSpeculator
@@ -110,3 +114,33 @@ def test_equal_hashes_are_not_trusted() -> None:
 def test_a_bad_configuration_is_refused(values: dict[str, object], word: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=word):
         msgspec.convert(values, NgramConfig)
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min is 4"),
+        ({"num_speculative_tokens": 20}, "num_speculative_tokens is 20, and sequences have at most 16 tokens"),
+        ({"lookup": 2}, "lookup"),
+        ({"method": "ngran"}, "ngran"),
+    ],
+)
+def test_what_cannot_work_is_an_error_at_start(config: dict[str, object], word: str, tmp_path: Path) -> None:
+    target = save_tiny_model("llama", tmp_path)
+    with pytest.raises(EnginectlError, match=word):
+        Engine(str(target), speculative_config={"method": "ngram", **config}, max_model_len=16, dtype="float32")
+
+
+def test_a_row_that_is_asked_for_seldom_is_searched() -> None:
+    """Probes of a row that grows in between, then drafts step after step: the same proposals, and no index until then."""
+    speculator = NgramSpeculator(NgramConfig(), max_num_seqs=1, max_model_len=MAX_LEN)
+    matrix = np.random.default_rng(0).integers(0, 4, (1, MAX_LEN + 5)).astype(np.int32)
+    speculator.add_row(0, matrix[0, :70], SamplingParams())
+    for length in (70, 170, 270):
+        expected = searched(matrix[0, :length].tolist(), 2, 5, 4)
+        assert expected
+        assert proposals(speculator, [0], [length], [4], matrix) == [expected]
+        assert not speculator._index._tables.any()
+    for length in range(271, 290):
+        assert proposals(speculator, [0], [length], [4], matrix) == [searched(matrix[0, :length].tolist(), 2, 5, 4)]
+    assert speculator._index._tables.any()

@@ -33,8 +33,9 @@ _PRIOR_HITS, _PRIOR_TRIALS = 1.2, 2.0
 _CAUTION = 0.9
 """While off, drafts must promise this much less than they do now, so that noise does not switch them on and off."""
 
-_FIRST_RECHECK, _LAST_RECHECK = 8, 64
-_FIRST_PROBE, _LAST_PROBE = 16, 64
+_FIRST_RECHECK, _FIRST_PROBE = 8, 16
+_SHORT_WAIT, _LONG_WAIT = 64, 256
+"""Steps between two looks, or two probes, in the end: with few rows, and with very many."""
 _PROBE_LENGTH = 2
 _WIDE_PROBES = 8
 _FIRST_REFRESH, _REFRESH = 32, 256
@@ -126,6 +127,11 @@ class StepCosts:
 
 def _median(values: deque[float]) -> float:
     return sorted(values)[len(values) // 2] if values else 0.0
+
+
+def _longest_wait(num_rows: int) -> int:
+    """Steps to stay off without a look at the rows: the more there are, the dearer it is and the less one text matters."""
+    return min(max(_SHORT_WAIT, 2 * num_rows), _LONG_WAIT)
 
 
 class Acceptance:
@@ -321,14 +327,14 @@ class SpeculationController:
             self._probe_at = self._step + self._probe_interval
         self._off_rows, self._off_busy = num_rows, num_busy
         self._recheck_at = self._step + self._recheck_interval
-        self._recheck_interval = min(2 * self._recheck_interval, _LAST_RECHECK)
+        self._recheck_interval = min(2 * self._recheck_interval, _longest_wait(num_rows))
 
     def _probe(self, num_auto: int, most: int) -> IntRows:
         """A short draft for a few rows, each in its turn, to see whether things have changed: the text for the most part,
         and now and then, with half of the rows, what a larger step costs.
         """
         self._probe_at = self._step + self._probe_interval
-        self._probe_interval = min(2 * self._probe_interval, _LAST_PROBE)
+        self._probe_interval = min(2 * self._probe_interval, _longest_wait(num_auto))
         self.acceptance.fade()
         is_wide = self._num_probes % _WIDE_PROBES == 0
         self._num_probes += 1

@@ -153,13 +153,14 @@ class BrokenSpeculator(ConstantSpeculator):
 
 
 class CycleGrammar(GrammarBackend):
-    """An automaton of `period` states: in state s a token t may follow if t % period == s; in state 0, after at least
-    `least` tokens, the end may. It honours `StructuredOutputs(regex="cycle")` alone.
+    """An automaton of `period` states, each for `hold` tokens: in state s a token t may follow if t % period == s; in
+    state 0, after at least `least` tokens, the end may. It honours `StructuredOutputs(regex="cycle")` alone.
     """
 
-    def __init__(self, vocab_size: int, ends: Sequence[int], *, period: int = 3, least: int = 6) -> None:
+    def __init__(self, vocab_size: int, ends: Sequence[int], *, period: int = 3, hold: int = 1, least: int = 6) -> None:
         self.ends = np.array(ends)
         self.period = period
+        self.hold = hold
         self.least = least
         self.num_compiled = 0
         ids = np.arange(vocab_size)
@@ -196,7 +197,7 @@ class CycleMatcher(GrammarMatcher):
 
     @property
     def _state(self) -> int:
-        return len(self._accepted) % self._grammar.period
+        return len(self._accepted) // self._grammar.hold % self._grammar.period
 
     def fill_mask(self, mask: NDArray[np.bool_]) -> None:
         """The state's tokens, and the end where it may come; nothing after it."""

@@ -14,8 +14,14 @@ from enginectl.interfaces.weights import Checkpoint
 log = logging.getLogger("enginectl.spec_draft")
 
 
-def check_draft(name: str, draft: ModelSpec, target: ModelSpec, max_model_len: int) -> None:
-    """Raise ConfigError if the draft model counts other tokens than the target, or cannot follow it to its end."""
+def check_draft(name: str, draft: ModelSpec, target: ModelSpec, max_model_len: int, num_drafts: int) -> None:
+    """Raise ConfigError if the draft model counts other tokens than the target, or cannot follow it to its end, or if
+    drafts are longer than sequences.
+    """
+    if num_drafts >= max_model_len:
+        raise ConfigError(
+            f"draft: num_speculative_tokens is {num_drafts}, and sequences have at most {max_model_len} tokens; lower it"
+        )
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"draft model {name}: its vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}; "

@@ -145,7 +145,8 @@ def build(ctx: BuildContext) -> DraftSpeculator:
     assert ctx.engine.max_num_batched_tokens is not None, "resolved"
     loaded = ctx.load_model(options.model)
     name = repr(Path(options.model).name)
-    check_draft(name, loaded.model.spec, ctx.model_spec, ctx.engine.max_model_len or ctx.model_spec.max_model_len)
+    max_model_len = ctx.engine.max_model_len or ctx.model_spec.max_model_len
+    check_draft(name, loaded.model.spec, ctx.model_spec, max_model_len, options.num_speculative_tokens)
     check_tokenizers(name, loaded.checkpoint, ctx.checkpoint)
     return DraftSpeculator(
         loaded,

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginectl.context import BuildContext
+from enginectl.errors import ConfigError
 from enginectl.interfaces.speculator import DraftBatch, Speculator
 from enginectl.types import SamplingParams
 from enginectl_spec_ngram.config import NgramConfig
@@ -73,11 +74,13 @@ class NgramSpeculator(Speculator):
 
 
 def build(ctx: BuildContext) -> NgramSpeculator:
-    """The factory: needs the options and the longest sequence."""
+    """The factory: needs the options and the longest sequence. Raises ConfigError if drafts are longer than that."""
     assert isinstance(ctx.options, NgramConfig), "the provider declares this section"
     assert ctx.model_spec is not None, "the model is known"
-    return NgramSpeculator(
-        ctx.options,
-        max_num_seqs=ctx.engine.max_num_seqs,
-        max_model_len=ctx.engine.max_model_len or ctx.model_spec.max_model_len,
-    )
+    max_model_len = ctx.engine.max_model_len or ctx.model_spec.max_model_len
+    if ctx.options.num_speculative_tokens >= max_model_len:
+        raise ConfigError(
+            f"ngram: num_speculative_tokens is {ctx.options.num_speculative_tokens}, and sequences have at most "
+            f"{max_model_len} tokens; lower it"
+        )
+    return NgramSpeculator(ctx.options, max_num_seqs=ctx.engine.max_num_seqs, max_model_len=max_model_len)
