@@ -74,6 +74,6 @@ def _note_fields(schemas: dict[str, Any]) -> None:
     for name in ("ChatRequest", "CompletionRequest"):
         for field, schema in schemas[name]["properties"].items():
             if field in protocol.REFUSED:
-                schema["description"] = f"Refused when set: {protocol.REFUSED[field]}."
+                schema |= {"type": "null", "description": f"Refused when set: {protocol.REFUSED[field]}."}
             elif field in protocol.NO_EFFECT:
                 schema["description"] = f"Accepted without effect: {protocol.NO_EFFECT[field]}."
