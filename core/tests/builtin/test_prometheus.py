@@ -70,6 +70,7 @@ def value(families: dict[str, Any], name: str, **labels: str) -> float:
 async def test_the_scrape_has_exactly_the_metrics_of_the_table(prefix: str) -> None:
     observer = build_observer(None)  # type: ignore[arg-type]
     observer.on_finished(finished())
+    observer.on_stats(EngineStats(drafted_by_position=(3,), accepted_by_position=(2,)))
     families = await scrape(observer, client=WithAdapters(), metrics_prefix=prefix)
     assert list(families) == [f"{prefix}:{metric.name}" for metric in METRICS]
     for metric in METRICS:
@@ -106,6 +107,8 @@ async def test_state_comes_from_the_newest_statistics() -> None:
             prefix_hits=250,
             num_drafted=20,
             num_accepted=15,
+            drafted_by_position=(12, 8),
+            accepted_by_position=(10, 5),
             num_steps=2,
             step_tokens=9,
         )
@@ -127,6 +130,10 @@ async def test_state_comes_from_the_newest_statistics() -> None:
     }
     for name, number in expected.items():
         assert value(families, f"enginectl:{name}", model_name="shown") == number
+    for position, (drafted, accepted) in enumerate(((12, 10), (8, 5))):
+        per_position = {"position": str(position)}
+        assert value(families, "enginectl:spec_decode_num_draft_tokens_per_pos_total", **per_position) == drafted
+        assert value(families, "enginectl:spec_decode_num_accepted_tokens_per_pos_total", **per_position) == accepted
     assert value(families, "enginectl:iteration_tokens_total_bucket", le="8.0") == 1
     assert value(families, "enginectl:cache_config_info", num_gpu_blocks="40", block_size="16") == 1
 

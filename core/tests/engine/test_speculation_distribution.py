@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,7 @@ def test_a_verifier_that_favours_drafts_is_noticed(
 
     def biased(sampled: Any, widths: Any, proposed: Any) -> Any:
         tokens, num_new = verify(sampled, widths, proposed)
-        wrong: Sequence[int] = np.nonzero((widths > 1) & (num_new == 1))[0][::8]
+        wrong = np.nonzero((widths > 1) & (num_new == 1))[0][::8]
         tokens[wrong, 0] = proposed[wrong, 0]
         return tokens, num_new
 

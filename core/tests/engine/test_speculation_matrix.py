@@ -38,7 +38,7 @@ class TestHidden(SpeculationLaws):
 
 
 def test_every_two_values_meet_in_what_runs_always() -> None:
-    axes = [[*FEATURES], [*MODES], [*SHAPES], [0, 1]]
+    axes: list[list[Any]] = [[*FEATURES], [*MODES], [*SHAPES], [0, 1]]
     chosen = [cell for cell in itertools.product(*axes) if is_covering(*cell)]
     assert len(chosen) == len(FEATURES) * len(SHAPES)
     for one, other in itertools.combinations(range(4), 2):

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def test_drafts_are_counted_by_position_and_reported(
     """Right in two of three positions of the output, so that the third draft of a row is kept least often."""
     monkeypatch.setattr("enginectl.engine.core_loop._REPORT_INTERVAL_S", 0.0)
     caplog.set_level(logging.INFO, "enginectl.engine")
-    common = {"dtype": "float32", "num_threads": 1, "only_plugins": True, "max_num_seqs": 4}
+    common: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "only_plugins": True, "max_num_seqs": 4}
     prompts = np.random.default_rng(1).integers(3, 250, (4, 12)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with Engine(str(tiny("llama")), **common) as engine:

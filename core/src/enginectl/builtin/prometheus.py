@@ -78,6 +78,18 @@ METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("generation_tokens", "counter", "Output tokens made"),
     MetricInfo("spec_decode_num_draft_tokens", "counter", "Tokens proposed by the speculator"),
     MetricInfo("spec_decode_num_accepted_tokens", "counter", "Proposed tokens that were kept"),
+    MetricInfo(
+        "spec_decode_num_draft_tokens_per_pos",
+        "counter",
+        "Proposed tokens by their position in the draft, from 0",
+        ("position",),
+    ),
+    MetricInfo(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "counter",
+        "Kept tokens by their position in the draft, from 0",
+        ("position",),
+    ),
     MetricInfo("request_success", "counter", "Choices that ended, by reason", ("finished_reason", "adapter")),
     MetricInfo("iteration_tokens_total", "histogram", "Tokens a step", (), _STEP_TOKENS),
     MetricInfo("time_to_first_token_seconds", "histogram", "Arrival to first token", _ADAPTER, _FIRST_S),
@@ -117,6 +129,11 @@ _FROM_STATS: dict[str, Callable[[EngineStats], float]] = {
     "generation_tokens": lambda stats: stats.num_generation_tokens,
     "spec_decode_num_draft_tokens": lambda stats: stats.num_drafted,
     "spec_decode_num_accepted_tokens": lambda stats: stats.num_accepted,
+}
+
+_BY_POSITION: dict[str, Callable[[EngineStats], tuple[int, ...]]] = {
+    "spec_decode_num_draft_tokens_per_pos": lambda stats: stats.drafted_by_position,
+    "spec_decode_num_accepted_tokens_per_pos": lambda stats: stats.accepted_by_position,
 }
 
 
@@ -252,6 +269,9 @@ class _Scrape(Collector):
             family.add_metric([self._model_name, *(self._cache_value(label) for label in metric.labels)], 1)
         elif metric.name == "lora_requests_info":
             self._fill_adapters(family)
+        elif metric.name in _BY_POSITION:
+            for position, count in enumerate(_BY_POSITION[metric.name](self._observer.stats)):
+                family.add_metric([self._model_name, str(position)], count)
         else:
             family.add_metric([self._model_name], _FROM_STATS[metric.name](self._observer.stats))
         return family

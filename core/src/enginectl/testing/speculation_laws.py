@@ -209,7 +209,9 @@ class SpeculationLaws:
             key = shape, depth, feature == "adapters"
             if key not in made:
                 adapters = request.getfixturevalue("adapters") if feature == "adapters" else {}
-                options = {"max_num_seqs": 16} if shape == "plain" else _joined(SHAPES[shape], speculator())
+                options: dict[str, Any] = (
+                    {"max_num_seqs": 16} if shape == "plain" else _joined(SHAPES[shape], speculator())
+                )
                 if shape == "prefix hits":
                     options["prefix_index"] = DictPrefixIndex(BLOCK_SIZE)
                 common = {"block_size": BLOCK_SIZE, "dtype": "float32", "num_threads": 1, "overlap_depth": depth}
