@@ -197,7 +197,7 @@ def test_log_probabilities_are_those_of_the_model_however_the_work_is_cut(
     with engine_of(model, depth, max_num_batched_tokens=5, prefix_index=DictPrefixIndex(4), **extra) as engine:
         for fields in ({}, {"prompt_logprobs": 2}, {"logprobs": 0}, {"logprobs": None}):
             asked = msgspec.structs.replace(params, **fields)
-            (output,) = engine.generate(PROMPT, asked)
+            _, output = engine.generate([PROMPT[:2], PROMPT], [PLAIN, asked])  # chunks lie behind a decode
             (choice,) = output.outputs
             assert choice.token_ids == plain.outputs[0].token_ids
             assert (choice.logprobs is None) == (asked.logprobs is None)
