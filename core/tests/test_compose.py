@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -13,14 +15,16 @@ from torch import Tensor
 from enginectl import Engine, SamplingParams
 from enginectl.builtin.transformers_family.family import TransformersFamily
 from enginectl.builtin.weights import build_safetensors
+from enginectl.compose import compose
 from enginectl.config import EngineConfig
-from enginectl.context import BuildContext, Machine
+from enginectl.context import BuildContext, Gpu, Machine
 from enginectl.engine.deferred import DeferredExecutor
 from enginectl.errors import ConfigError, EnginectlError, ModelError, OutOfMemoryError, PluginError, UnsupportedError
+from enginectl.hookspecs import hookimpl
 from enginectl.interfaces.model import LayerSpec, ModelSpec
 from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch
 from enginectl.negotiate import check_capabilities
-from enginectl.plugins import Entry, Plugin
+from enginectl.plugins import Entry, Plugin, PluginHost
 from enginectl.provider import Capabilities, Provider, Role
 from enginectl.testing.tiny_models import save_tiny_model
 from enginectl.testing.toys import ConstantSpeculator, HiddenSpeculator
@@ -240,3 +244,65 @@ def test_the_budget_of_a_cpu_is_small_though_the_device_was_auto(tiny_llama: Pat
     with small(tiny_llama, max_num_batched_tokens=None) as engine:
         assert engine.config.device == "cpu"
         assert engine.config.max_num_batched_tokens == engine.info.max_num_batched_tokens == 256
+
+
+ON_GPU = Machine(
+    num_cores=1,
+    memory_bytes=1 << 33,
+    cpu_flags=frozenset(),
+    gpus=(Gpu("Test GPU", (9, 0), 80 << 30),),
+    has_compiler=True,
+)
+
+
+@pytest.mark.parametrize("attention", [None, "torch", "only_cpu"])
+def test_on_a_machine_with_a_gpu_the_cpu_can_be_asked_for(attention: str | None, tiny_llama: Path) -> None:
+    """Parts were chosen for the GPU, and those that serve a CPU refused, whatever --device said."""
+    host = PluginHost()
+    plain = next(e.provider for e in host.catalogue[Role.ATTENTION].values() if e.provider.name == "torch")
+
+    class OnlyCpu:
+        @hookimpl
+        def enginectl_attention(self) -> Provider:
+            reason = "this machine computes on its GPU"
+            return dataclasses.replace(
+                plain,
+                name="only_cpu",
+                rank=5,
+                unsupported=lambda m: reason if m.gpus else None,
+                capabilities=msgspec.structs.replace(plain.capabilities, devices=frozenset({"cpu"})),
+            )
+
+    host.register(OnlyCpu(), Plugin("only_cpu", "test", "1", "test"))
+    roles = {} if attention is None else {"attention": attention}
+    config = EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32", roles=roles, max_num_seqs=2)
+    assembled = compose(config, machine=ON_GPU, host=host)
+    try:
+        assert assembled.info.device == "cpu"
+        chosen = next(name for role, name, *_ in assembled.info.table if role == "attention")
+        assert attention is None or chosen == attention
+        assert chosen not in ("triton", "flashinfer")
+    finally:
+        assembled.close()
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error_before_a_weight_is_loaded(tiny_llama: Path) -> None:
+    """Here torch's CPU build meets a machine with a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("torch sees a GPU here")
+    config = EngineConfig(model=str(tiny_llama), dtype="float32", roles={"attention": "torch"})
+    with pytest.raises(UnsupportedError, match=r"--device cuda:0: torch .*use --device cpu"):
+        compose(config, machine=ON_GPU)
+
+
+def test_enforce_eager_records_no_graph(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--enforce-eager reaches the runner."""
+    from enginectl.engine import runner
+
+    asked: list[str] = []
+    monkeypatch.setattr(runner, "recorder_for", lambda device: asked.append(device.type))
+    for eager in (True, False):
+        small(tiny_llama, enforce_eager=eager).close()
+    assert asked == ["cpu"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from enginectl.engine.deferred import DeferredExecutor
 from enginectl.engine.grammar import GrammarHost
 from enginectl.engine.ledger import BlockPool
 from enginectl.engine.phased_attention import PhasedAttention
+from enginectl.engine.profile_run import measure_kv
 from enginectl.engine.speculation import SpeculationController
 from enginectl.engine.threads import leave_cores_to
 from enginectl.errors import ConfigError, ModelError, PluginError, RequestError, UnsupportedError
@@ -32,7 +35,9 @@ from enginectl.interfaces.kv import KVLayout
 from enginectl.interfaces.model import Model, ModelFamily, ModelSpec
 from enginectl.interfaces.speculator import Speculator
 from enginectl.interfaces.weights import Checkpoint
-from enginectl.negotiate import check_capabilities
+from enginectl.kv_memory import CudaMemory, KVMemory, use_cuda
+from enginectl.machine import detect_machine, seen_from
+from enginectl.negotiate import check_capabilities, check_state
 from enginectl.plugins import Entry, PluginHost, unsupported_reason
 from enginectl.provider import OPTIONAL_ROLES, Role
 from enginectl.resolve import (
@@ -40,6 +45,7 @@ from enginectl.resolve import (
     resolve_device,
     resolve_dtype,
     resolve_lengths,
+    resolve_overlap,
     size_pool,
 )
 
@@ -104,7 +110,9 @@ class Composer:
         check_memory(self.config, self.machine)
         checkpoint = self._open()
         device = resolve_device(self.config, self.machine)
+        self.machine = seen_from(self.machine, device)
         dtype = resolve_dtype(self.config, checkpoint, self.machine, device)
+        memory = self._kv_memory(device)
         ctx = BuildContext(self.config, self.machine, device=device, dtype=dtype, checkpoint=checkpoint)
         family = self._family(ctx, checkpoint)
         spec = family.spec(checkpoint, ctx)
@@ -113,7 +121,8 @@ class Composer:
         self.progress(f"loading weights of {Path(config.model).name} ({dtype} on {device})")
         if family.needs_op_set:
             ctx.parts["op_set"] = self._build(Role.OP_SET, ctx)
-        model = family.load(checkpoint, ctx)
+        with nullcontext() if memory is None else memory.loading("the weights"):
+            model = family.load(checkpoint, ctx)
         ctx = ctx.with_(model=model, model_spec=model.spec)
         attention = self._build_attention(ctx)
         model.use_attention(attention)
@@ -124,10 +133,18 @@ class Composer:
         ctx.parts["adapter"] = self._build_adapters(ctx, model)
         self.progress("sizing the KV pool")
         own_layers = () if speculator is None else speculator.kv_layers()
-        layout = size_pool(config, model.spec, self.machine, device, own_layers)
+        measure = None if memory is None else partial(measure_kv, ctx, memory)
+        layout = size_pool(config, model.spec, self.machine, own_layers, measure)
         config = resolve_lengths(config, model.spec, layout)
         ctx = ctx.with_(engine=config, kv_layout=layout)
         return self._wire(ctx, layout)
+
+    def _kv_memory(self, device: str) -> KVMemory | None:
+        """Made before anything is loaded; None on a device without memory of its own."""
+        if not device.startswith("cuda"):
+            return None
+        use_cuda(device)
+        return KVMemory(CudaMemory(device), self.config.gpu_memory_utilization)
 
     # -- choosing ------------------------------------------------------------------------------------------------
 
@@ -192,6 +209,15 @@ class Composer:
             raise PluginError(f"{flag} needs a {role.value} plugin and none is installed; install {_PACKAGES[role]}")
         return entry
 
+    def _wants_prefix_cache(self, spec: ModelSpec) -> bool | None:
+        """As configured; off, unless it was asked for, where blocks are not all that a prefix leaves behind."""
+        asked = self.config.enable_prefix_caching
+        named = self.host.named_for(Role.PREFIX_INDEX) or Role.PREFIX_INDEX.value in self.config.roles
+        if asked is None and not named and spec.state_bytes_per_row:
+            log.info("the prefix cache is off: %s carries a recurrent state beside its blocks", spec.architecture)
+            return False
+        return asked
+
     def _pick_op_set(self, family: ModelFamily) -> None:
         """Only for a family that is written in one; naming one that nobody would use is an error."""
         if family.needs_op_set:
@@ -210,7 +236,7 @@ class Composer:
             if role.value not in self.overrides:
                 self._pick(role)
         if Role.PREFIX_INDEX.value not in self.overrides:
-            self._pick_optional(Role.PREFIX_INDEX, config.enable_prefix_caching, "--enable-prefix-caching")
+            self._pick_optional(Role.PREFIX_INDEX, self._wants_prefix_cache(spec), "--enable-prefix-caching")
         if Role.SPECULATOR.value not in self.overrides:
             wanted = config.speculative_config is not None or bool(self.host.named_for(Role.SPECULATOR))
             asked = wanted or Role.SPECULATOR.value in config.roles
@@ -219,9 +245,14 @@ class Composer:
             asked = config.enable_lora or bool(self.host.named_for(Role.ADAPTER)) or Role.ADAPTER.value in config.roles
             self._pick_optional(Role.ADAPTER, asked, "--enable-lora")
         check_capabilities(self.chosen, spec, ctx)
+        check_state(spec, {*self.chosen, *map(Role, self.overrides)})
+        if config.enable_chunked_prefill and not spec.takes_chunks:
+            log.warning("chunked prefill is off: %s cannot read a prompt in parts", spec.architecture)
+            config = msgspec.structs.replace(config, enable_chunked_prefill=False)
         if self.attention:
             check_capabilities({Role.ATTENTION: self.attention["decode"]}, spec, ctx)
-        config = resolve_lengths(msgspec.structs.replace(config, device=ctx.device), spec, None)
+        config = resolve_overlap(msgspec.structs.replace(config, device=ctx.device), ctx.device)
+        config = resolve_lengths(config, spec, None)
         kv_dtype = ctx.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         if kv_dtype != ctx.dtype:
             raise ConfigError(f"--kv-cache-dtype {kv_dtype}: the attention backend stores {ctx.dtype} here; use auto")
@@ -362,6 +393,10 @@ class Composer:
             mine.parts["op_set"] = self._build(Role.OP_SET, mine)
         self.progress(f"loading weights of {Path(self.config.model).name} ({mine.dtype} on {mine.device})")
         model = family.load(checkpoint, mine.with_(model_spec=spec))
+        if model.reads_rows:
+            raise UnsupportedError(
+                f"{spec.architecture} cannot draft: it keeps track of the engine's rows; use another"
+            )
         attention = self._build_attention(mine.with_(model=model, model_spec=model.spec))
         model.use_attention(attention)
         return LoadedModel(checkpoint, model, attention)
@@ -466,8 +501,6 @@ def compose(
 ) -> Assembled:
     """Assemble the engine side of `config`. overrides: role name to an object of one's own."""
     if machine is None:
-        from enginectl.machine import detect_machine
-
         machine = detect_machine()
     host = host or PluginHost(config.plugins, only_named=config.only_plugins)
     return Composer(config, machine, host, overrides or {}, progress).compose()

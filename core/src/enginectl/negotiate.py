@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from enginectl.context import BuildContext
 from enginectl.errors import UnsupportedError
@@ -28,6 +28,17 @@ def check_capabilities(chosen: Mapping[Role, Entry], spec: ModelSpec, ctx: Build
     if Role.SPECULATOR in chosen and caps.queries_per_seq == 1:
         speculator = chosen[Role.SPECULATOR].provider.name
         raise UnsupportedError(f"{part} takes one query a sequence, which speculator {speculator!r} cannot use")
+
+
+def check_state(spec: ModelSpec, served: Set[Role]) -> None:
+    """Raise UnsupportedError for a part that needs to share or to roll back what a recurrent model cannot."""
+    if not spec.state_bytes_per_row:
+        return
+    model = f"model {spec.architecture} carries a recurrent state from token to token"
+    if Role.PREFIX_INDEX in served:
+        raise UnsupportedError(f"{model}, which no cached block holds; serve it with --no-enable-prefix-caching")
+    if Role.SPECULATOR in served:
+        raise UnsupportedError(f"{model}, which cannot be rolled back to before a rejected draft; serve without one")
 
 
 def _check_layers(part: str, caps: Capabilities, spec: ModelSpec) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,14 @@ def resolve_device(config: EngineConfig, machine: Machine) -> str:
     if config.device != "cpu":
         raise ConfigError(f"--device {config.device!r} is not known; allowed: auto, cpu, cuda")
     return "cpu"
+
+
+def resolve_overlap(config: EngineConfig, device: str) -> EngineConfig:
+    """Depth 1 on a GPU, which answers later anyway; 0 on a CPU, whose cores the host would take."""
+    depth = config.overlap_depth
+    if depth is None:
+        depth = 1 if device.startswith("cuda") else 0
+    return msgspec.structs.replace(config, overlap_depth=depth)
 
 
 def resolve_dtype(config: EngineConfig, checkpoint: Checkpoint, machine: Machine, device: str) -> str:
@@ -117,22 +125,36 @@ def kv_groups(layers: Iterable[LayerSpec], block_size: int, itemsize: int) -> tu
 
 
 def size_pool(
-    config: EngineConfig, spec: ModelSpec, machine: Machine, device: str, more: Sequence[LayerSpec] = ()
+    config: EngineConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    more: Sequence[LayerSpec] = (),
+    measure: Callable[[], int] | None = None,
 ) -> KVLayout:
-    """How many blocks fit. more: a speculator's own layers, under the same block ids.
+    """How many blocks fit beside the rows' recurrent state. more: a speculator's own layers, under the same block ids.
+
+    measure: bytes for KV on a device with memory of its own; it is asked unless the configuration says them.
 
     Raises OutOfMemoryError when not even one sequence of 2 blocks does.
     """
     itemsize = DTYPES[config.kv_cache_dtype]
     groups = kv_groups((*spec.layers, *more), config.block_size, itemsize)
     bytes_per_block = sum(group.bytes_per_block for group in groups)
+    state = config.max_num_seqs * spec.state_bytes_per_row
     useful = config.max_num_seqs * -(-(config.max_model_len or spec.max_model_len) // config.block_size)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     else:
         memory = config.kv_cache_memory_bytes
         if memory is None:
-            memory = _free_memory(config, machine, device)
+            memory = int(machine.memory_bytes * _CPU_KV_SHARE) if measure is None else measure()
+        memory -= state
+        if memory < 0:
+            raise OutOfMemoryError(
+                f"{format_size(memory + state)} for the KV cache do not hold the recurrent state of --max-num-seqs "
+                f"{config.max_num_seqs} rows ({format_size(spec.state_bytes_per_row)} each); lower it, or raise "
+                "--kv-cache-memory-bytes or --gpu-memory-utilization"
+            )
         num_blocks = min(memory // bytes_per_block if bytes_per_block else useful, useful)
         if num_blocks < 2:
             raise OutOfMemoryError(
@@ -145,19 +167,12 @@ def size_pool(
     return layout
 
 
-def _free_memory(config: EngineConfig, machine: Machine, device: str) -> int:
-    """Bytes for KV: on a GPU the share asked for less what is used after loading; on a CPU a part of what is free."""
-    if device.startswith("cuda"):
-        import torch
-
-        free, total = torch.cuda.mem_get_info(device)
-        return int(total * config.gpu_memory_utilization) - (total - free)
-    return int(machine.memory_bytes * _CPU_KV_SHARE)
-
-
 def _report(layout: KVLayout, config: EngineConfig, spec: ModelSpec, bytes_per_block: int) -> None:
     tokens = (layout.num_blocks - 1) * layout.block_size
     length = min(config.max_model_len or spec.max_model_len, tokens)
+    if size := spec.state_bytes_per_row:
+        rows = config.max_num_seqs
+        log.info("recurrent state: %s for %d rows (%d bytes each)", format_size(rows * size), rows, size)
     log.info(
         "KV pool: %d tokens in %d blocks of %d (%s, %d bytes a token); %d sequences of %d tokens fit, %d of 2048",
         tokens,

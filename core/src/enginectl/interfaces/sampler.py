@@ -40,7 +40,13 @@ class SampleBatch:
 
 
 class RowParts(ABC):
-    """What logits processors and samplers have in common: per-row parameters that come and go with requests."""
+    """What logits processors and samplers have in common: per-row parameters that come and go with requests.
+
+    reads_tokens: it looks at `SampleBatch.token_ids`. Parts that do not are asked before the host knows the last token
+    of each row, so that a GPU need not wait for it.
+    """
+
+    reads_tokens: bool = True
 
     def validate(self, params: SamplingParams, vocab_size: int) -> None:
         """Raise RequestError for a value this part cannot honour. Called: once per request, before it is queued."""

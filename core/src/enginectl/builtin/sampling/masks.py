@@ -39,6 +39,8 @@ class ListProcessor(RowProcessor):
 class LogitBias(ListProcessor):
     """Adds a number to the logits of listed tokens."""
 
+    reads_tokens = False
+
     def validate(self, params: SamplingParams, vocab_size: int) -> None:
         validation.check_logit_bias(params, vocab_size)
 
@@ -78,6 +80,8 @@ class BadWords(ListProcessor):
 class MinTokens(ListProcessor):
     """Forbids EOS (unless the request ignores it) and the stop tokens until min_tokens output tokens are there."""
 
+    reads_tokens = False
+
     def __init__(self, max_rows: int, eos_token_ids: Iterable[int]) -> None:
         super().__init__(max_rows)
         self._eos_token_ids = tuple(eos_token_ids)
@@ -101,6 +105,8 @@ class MinTokens(ListProcessor):
 
 class AllowedTokens(ListProcessor):
     """Forbids every token that is not listed."""
+
+    reads_tokens = False
 
     def validate(self, params: SamplingParams, vocab_size: int) -> None:
         validation.check_allowed_token_ids(params, vocab_size)

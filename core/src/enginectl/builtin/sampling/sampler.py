@@ -28,6 +28,8 @@ class TorchSampler(Sampler):
     the row's distribution in token-id order. Rows with NaN give the argmax of their finite logits.
     """
 
+    reads_tokens = False
+
     def __init__(self, max_rows: int) -> None:
         self._greedy = np.ones(max_rows, dtype=np.bool_)
         self._listed = np.zeros(max_rows, dtype=np.bool_)
