@@ -66,7 +66,7 @@ class AttentionBackend(ABC):
     def bind(self, kv: list[tuple[Tensor, Tensor]]) -> None:
         """Keep the store: per layer (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim].
 
-        Called: once, after the pool is allocated.
+        Called: after the pool is allocated; on a GPU, once before with a store of one block, to measure a step.
         """
 
     @abstractmethod
