@@ -110,9 +110,9 @@ def fused(library: CDLL, spec: BlockSpec, dtype: torch.dtype, *, num_threads: in
     for name, (_, out_sizes) in sizes(spec).items():
         table = block.low_rank(name, len(known), 16, out_sizes)
         for slot in range(len(known)):
-            table.write(slot, known[(slot + 1) % len(known)][name])
+            table.write(slot, table.prepare(known[(slot + 1) % len(known)][name]))
         for slot, own in enumerate(known):
-            table.write(slot, own[name])
+            table.write(slot, table.prepare(own[name]))
     return block
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -85,11 +85,19 @@ class BlockWeights:
 class LowRankSlots(ABC):
     """What adapters add to one linear of a block, by slot: up @ (down @ row), for each row with that slot."""
 
-    @abstractmethod
-    def write(self, slot: int, parts: Sequence[tuple[Tensor, Tensor] | None] | None) -> None:
-        """Replace what a slot holds; None, or a None in it, adds nothing. No row of a step in flight uses the slot.
+    def prepare(self, parts: Sequence[tuple[Tensor, Tensor] | None] | None) -> Any:
+        """An adapter's weights laid out for `write`, which may wait in host memory; None, or a None in it, adds nothing.
 
-        parts: (down [rank, in], up [out, rank]) of each part of the output.
+        parts: (down [rank, in], up [out, rank]) of each part of the output. Called: when an adapter is read, beside
+        steps, from any thread.
+        """
+        return parts
+
+    @abstractmethod
+    def write(self, slot: int, prepared: Any) -> None:
+        """Replace what a slot holds by what `prepare` returned. No row of a step in flight uses the slot.
+
+        Called: between steps, which wait for it: it should be one copy.
         """
 
 

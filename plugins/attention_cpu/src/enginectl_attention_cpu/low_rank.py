@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_int32
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,13 @@ LINEARS = {"qkv": 0, "output": 1, "gate_up": 2, "down": 3}
 """As block.hpp numbers them."""
 
 
+class Packed(NamedTuple):
+    """rank: 0 where an adapter leaves the linear alone, with no weights then."""
+
+    rank: int
+    weights: Tensor | None
+
+
 class CpuLowRank(LowRankSlots):
     """The memory is the op set's."""
 
@@ -26,7 +33,7 @@ class CpuLowRank(LowRankSlots):
         self._block = block
         self._linear = LINEARS[linear]
         self._out_sizes = list(out_sizes)
-        library = block.ops.library
+        library = self._library = block.ops.library
         self._write = library.ectl_block_write_low_rank
         sizes = (c_int32 * len(self._out_sizes))(*self._out_sizes)
         status = library.ectl_block_make_low_rank(
@@ -35,18 +42,26 @@ class CpuLowRank(LowRankSlots):
         if status:
             raise OutOfMemoryError("no memory for adapters; lower --max-loras or --max-lora-rank")
 
-    def write(self, slot: int, parts: Sequence[tuple[Tensor, Tensor] | None] | None) -> None:
+    def prepare(self, parts: Sequence[tuple[Tensor, Tensor] | None] | None) -> Packed:
         """Parts of lower rank than the highest are filled up with zeros."""
-        block, own = self._block, parts or ()
+        own = parts or ()
         found = [part for part in own if part is not None]
         if not found:
-            self._write(block.handle, block.code, self._linear, slot, 0, None, None)
-            return
-        rank, in_size = max(down.shape[0] for down, _ in found), found[0][0].shape[1]
+            return Packed(0, None)
+        block, rank, in_size = self._block, max(down.shape[0] for down, _ in found), found[0][0].shape[1]
         down = torch.zeros(len(own), rank, in_size, dtype=block.dtype)
         up = torch.zeros(sum(self._out_sizes), rank, dtype=block.dtype)
         for part, first, last in zip(own, down, torch.split(up, self._out_sizes), strict=True):
             if part is not None:
                 first[: part[0].shape[0]] = part[0]
                 last[:, : part[1].shape[1]] = part[1]
-        self._write(block.handle, block.code, self._linear, slot, rank, down.data_ptr(), up.data_ptr())
+        library, of = self._library, (block.handle, block.code, self._linear)
+        packed = torch.empty(library.ectl_block_packed_low_rank_bytes(*of, rank), dtype=torch.uint8)
+        library.ectl_block_pack_low_rank(*of, rank, down.data_ptr(), up.data_ptr(), packed.data_ptr())
+        return Packed(rank, packed)
+
+    def write(self, slot: int, prepared: Packed) -> None:
+        """One copy."""
+        weights, block = prepared.weights, self._block
+        address = None if weights is None else weights.data_ptr()
+        self._write(block.handle, block.code, self._linear, slot, prepared.rank, address)

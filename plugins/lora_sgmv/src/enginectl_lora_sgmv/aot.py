@@ -27,7 +27,9 @@ LINEARS = {
 }
 """Width of the input and of each part of the output, of Llama 8B and SmolLM2 135M."""
 
-RANKS = (8, 16, 64, 256)
+RANKS = (8, 16, 32, 64, 128, 256)
+"""Values of --max-lora-rank: what kernels are specialised for."""
+
 TOKENS = (32, 4096)
 NUM_SLOTS = 8
 

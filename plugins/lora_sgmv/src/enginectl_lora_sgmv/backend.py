@@ -17,16 +17,19 @@ from enginectl.context import BuildContext
 from enginectl.errors import ConfigError, NotFoundError, RequestError, UnsupportedError, unknown
 from enginectl.interfaces.adapter import AdapterBackend, AdapterInfo
 from enginectl.interfaces.model import LinearSite, Model
-from enginectl_lora_sgmv.checkpoint import CONFIG, WEIGHTS, AdapterWeights, Target, read_adapter
+from enginectl_lora_sgmv.checkpoint import CONFIG, WEIGHTS, Target, read_adapter
 from enginectl_lora_sgmv.config import SgmvConfig
-from enginectl_lora_sgmv.library import Library
+from enginectl_lora_sgmv.library import Library, PreparedAdapter
 from enginectl_lora_sgmv.slots import make_slots
 
 
 class Store(Protocol):
     """The weights of one linear by slot, as in `LowRankSlots`."""
 
-    def write(self, slot: int, parts: Parts | None) -> None:
+    def prepare(self, parts: Parts | None) -> Any:
+        """What `write` copies."""
+
+    def write(self, slot: int, prepared: Any) -> None:
         """Replace what a slot holds."""
 
 
@@ -102,10 +105,10 @@ class SgmvAdapters(AdapterBackend):
             )
         is_pinned = torch.device(self._device).type == "cuda"
         target = Target(sites, self._dtype, self._max_rank, is_pinned)
-        self._library = Library(
-            functools.partial(read_adapter, target=target), max_weights=self._max_weights, pinned=self._config.pinned
-        )
         self._stores = [self._store(site) for site in sites]
+        self._library = Library(
+            functools.partial(self._read, target=target), max_weights=self._max_weights, pinned=self._config.pinned
+        )
 
     def _store(self, site: LinearSite) -> Store:
         """The model's own where it adds low-rank products itself."""
@@ -118,6 +121,12 @@ class SgmvAdapters(AdapterBackend):
         )
         site.connect(functools.partial(self._add, store.add))
         return store
+
+    def _read(self, path: Path, target: Target) -> PreparedAdapter:
+        """Read, checked and laid out for the slots, so that a step that takes a slot only copies. Thread safe."""
+        weights = read_adapter(path, target)
+        parts = [store.prepare(weights.sites.get(index)) for index, store in enumerate(self._stores)]
+        return PreparedAdapter(weights.version, weights.rank, parts)
 
     def _add(self, add: Callable[[Tensor, Tensor, Any], Tensor], rows: Tensor, out: Tensor) -> Tensor:
         step = self._step
@@ -212,10 +221,10 @@ class SgmvAdapters(AdapterBackend):
         table.take(slot)
         return slot
 
-    def _fill(self, slot: int, weights: AdapterWeights) -> None:
-        for index, store in enumerate(self._stores):
-            store.write(slot, weights.sites.get(index))
-        self._ranks[slot] = weights.rank
+    def _fill(self, slot: int, adapter: PreparedAdapter) -> None:
+        for store, prepared in zip(self._stores, adapter.sites, strict=True):
+            store.write(slot, prepared)
+        self._ranks[slot] = adapter.rank
 
     def release(self, slot: int) -> None:
         """One reference less; an adapter that has no other name for its weights any more loses them."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +13,18 @@ from typing import Any
 
 from enginectl.errors import NotFoundError, RequestError, unknown
 from enginectl.interfaces.adapter import AdapterInfo
-from enginectl_lora_sgmv.checkpoint import AdapterWeights
 
-Read = Callable[[Path], AdapterWeights]
+
+@dataclass(frozen=True, slots=True)
+class PreparedAdapter:
+    """What host memory holds of an adapter. sites: what each of the model's linears copies to its slot."""
+
+    version: str
+    rank: int
+    sites: Sequence[Any]
+
+
+Read = Callable[[Path], PreparedAdapter]
 
 
 @dataclass(slots=True)
@@ -22,6 +33,12 @@ class Known:
 
     info: AdapterInfo
     is_leaving: bool = False
+
+
+def _step_aside() -> None:
+    """Steps go first where cores are few. On Linux a thread has a niceness of its own."""
+    if sys.platform == "linux":
+        os.nice(10)
 
 
 class Library:
@@ -37,10 +54,10 @@ class Library:
         self._pinned = frozenset(pinned)
         self._known: dict[str, Known] = {}
         self._users: dict[str, int] = {}
-        self._weights: OrderedDict[str, AdapterWeights] = OrderedDict()
-        self._ahead: dict[tuple[str, str], Future[AdapterWeights]] = {}
-        self._again: dict[str, Future[AdapterWeights]] = {}
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._weights: OrderedDict[str, PreparedAdapter] = OrderedDict()
+        self._ahead: dict[tuple[str, str], Future[PreparedAdapter]] = {}
+        self._again: dict[str, Future[PreparedAdapter]] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters", initializer=_step_aside)
         self.num_reads = 0
 
     def infos(self) -> tuple[AdapterInfo, ...]:
@@ -86,7 +103,7 @@ class Library:
         self._keep(name, weights)
         return info
 
-    def weights(self, name: str) -> AdapterWeights | None:
+    def weights(self, name: str) -> PreparedAdapter | None:
         """Its weights, or None while they are read. Raises RequestError if the files are no longer what they were."""
         info = self._known[name].info
         if (found := self._weights.get(name)) is not None:
@@ -96,7 +113,7 @@ class Library:
             self._again[name] = self._reader.submit(self._read, Path(info.path))
         if not self._again[name].done():
             return None
-        weights: AdapterWeights = self._again.pop(name).result()
+        weights: PreparedAdapter = self._again.pop(name).result()
         self.num_reads += 1
         if weights.version != info.version:
             raise RequestError(
@@ -106,7 +123,7 @@ class Library:
         self._keep(name, weights)
         return weights
 
-    def _keep(self, name: str, weights: AdapterWeights) -> None:
+    def _keep(self, name: str, weights: PreparedAdapter) -> None:
         self._weights[name] = weights
         self._weights.move_to_end(name)
         for other in [n for n in self._weights if n not in self._pinned and n != name]:

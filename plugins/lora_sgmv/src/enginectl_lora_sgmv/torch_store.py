@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ class TorchStore:
         width = max_rank * self.parts
         self.down = torch.zeros(num_slots, width, in_size, dtype=dtype, device=device)
         self.up = torch.zeros(num_slots, width, sum(out_sizes), dtype=dtype, device=device)
+
+    def prepare(self, parts: Sequence[tuple[Tensor, Tensor] | None] | None) -> Any:
+        """They are copied as they are."""
+        return parts
 
     def write(self, slot: int, parts: Sequence[tuple[Tensor, Tensor] | None] | None) -> None:
         """Replace what a slot holds; None for an adapter that leaves this linear alone."""

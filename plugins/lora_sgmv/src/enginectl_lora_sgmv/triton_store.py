@@ -82,6 +82,10 @@ class TritonStore:
         bounds = [sum(self._out_sizes[:i]) for i in range(len(self._out_sizes) + 1)]
         self._bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
 
+    def prepare(self, parts: Sequence[tuple[Tensor, Tensor] | None] | None) -> Any:
+        """They are copied as they are."""
+        return parts
+
     def write(self, slot: int, parts: Sequence[tuple[Tensor, Tensor] | None] | None) -> None:
         """Replace what a slot holds."""
         down, up = self.down[slot].zero_(), self.up[slot].zero_()

@@ -29,6 +29,7 @@ struct OpSet {
   Team team;
   Arena arena;
   Scratch normed, activated, copied, added, partial, low_rank;
+  SlotOrder order;
   std::mutex busy;  // one call at a time
   explicit OpSet(int num_threads) : team(num_threads) {}
 
@@ -175,7 +176,9 @@ class Block {
   void multiply_adapted(int linear, const Rows& rows, int num_rows, const Packed& w, int unit, const int32_t* slots,
                         Epilogue&& epilogue) {
     const LowRank<T>* low = low_rank_[linear].get();
-    const uint32_t* h = slots && low ? low->shrink(set_.team, set_.low_rank, rows, num_rows, slots) : nullptr;
+    const uint32_t* h = nullptr;
+    if (slots != nullptr && low != nullptr)
+      h = low->shrink(set_.team, set_.low_rank, set_.order, rows, num_rows, slots);
     multiply_rows<T>(set_, rows, num_rows, w, unit,
                      [&](int thread, int from, int count, int first, int groups, float* sums, size_t ld) {
                        if (h != nullptr) low->expand(h, slots, from, count, first / GROUP, groups, sums, ld);

@@ -119,13 +119,24 @@ int ectl_block_make_low_rank(OpSet* set, void* block, int dtype, int linear, int
     });
   });
 }
-// May run beside a step in which no row uses the slot.
-void ectl_block_write_low_rank(void* block, int dtype, int linear, int slot, int rank, const void* down,
-                               const void* up) {
+size_t ectl_block_packed_low_rank_bytes(void* block, int dtype, int linear, int rank) {
+  return dispatch(dtype, [&](auto t) -> size_t {
+    return static_cast<Block<decltype(t)>*>(block)->low_rank(linear).packed_words(rank) * sizeof(uint32_t);
+  });
+}
+// May run beside steps and beside itself.
+void ectl_block_pack_low_rank(void* block, int dtype, int linear, int rank, const void* down, const void* up,
+                              void* out) {
   dispatch(dtype, [&](auto t) {
     using T = decltype(t);
-    static_cast<Block<T>*>(block)->low_rank(linear).write(slot, rank, static_cast<const T*>(down),
-                                                          static_cast<const T*>(up));
+    static_cast<Block<T>*>(block)->low_rank(linear).pack(rank, static_cast<const T*>(down), static_cast<const T*>(up),
+                                                         static_cast<uint32_t*>(out));
+  });
+}
+// May run beside a step in which no row uses the slot.
+void ectl_block_write_low_rank(void* block, int dtype, int linear, int slot, int rank, const void* packed) {
+  dispatch(dtype, [&](auto t) {
+    static_cast<Block<decltype(t)>*>(block)->low_rank(linear).write(slot, rank, static_cast<const uint32_t*>(packed));
   });
 }
 void ectl_block_free(void* block, int dtype) {
