@@ -1,4 +1,4 @@
-"""The conformance kit with compiled kernels on a GPU."""
+"""The conformance kits with compiled kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from enginectl.provider import Provider
 from enginectl.testing.attention import AttentionConformance
+from enginectl.testing.sampler import MakeSampler, SamplerConformance
 from enginectl_attention_triton import hooks
 
 
@@ -22,3 +23,17 @@ class TestTriton(AttentionConformance):
     def device(self) -> str:
         """The first GPU."""
         return "cuda"
+
+
+@pytest.mark.gpu
+class TestTritonSampler(SamplerConformance):
+    """Compiled, on the GPU."""
+
+    device = "cuda"
+
+    @pytest.fixture
+    def make_sampler(self) -> MakeSampler:
+        """What the plugin registers."""
+        from enginectl_attention_triton.sampler import TritonSampler
+
+        return TritonSampler

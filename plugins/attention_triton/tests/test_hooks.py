@@ -41,7 +41,7 @@ def test_the_entry_point_is_named_triton_and_its_providers_too() -> None:
     """`--plugins triton` and `--attention triton`; ahead of core's own on a GPU."""
     points = tomllib.loads(PROJECT.read_text())["project"]["entry-points"]["enginectl"]
     assert points == {"triton": "enginectl_attention_triton.hooks"}
-    providers = [*hooks.enginectl_attention(), *hooks.enginectl_op_set()]
+    providers = [*hooks.enginectl_attention(), *hooks.enginectl_op_set(), *hooks.enginectl_sampler()]
     assert {provider.name for provider in providers} == {"triton"}
     assert all(provider.rank > 0 for provider in providers)
 
@@ -50,6 +50,6 @@ def test_registration_imports_nothing_heavy() -> None:
     """Neither torch nor triton."""
     script = (
         "import sys; from enginectl_attention_triton import hooks; hooks.enginectl_attention(); "
-        "hooks.enginectl_op_set(); sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
+        "hooks.enginectl_op_set(); hooks.enginectl_sampler(); sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

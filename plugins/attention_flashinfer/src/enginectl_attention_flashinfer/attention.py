@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from enginectl.context import BuildContext
 from enginectl.errors import UnsupportedError
 from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
 from enginectl.interfaces.model import LayerSpec
-from enginectl_attention_flashinfer.metadata import Pages, make_pages
+from enginectl_attention_flashinfer.metadata import Pages, make_pages, on_host
+from enginectl_attention_flashinfer.modules import no_modules
 
 BACKEND = "fa2"
 """The implementation that has windows, soft caps and paged decode on every architecture."""
@@ -100,6 +102,8 @@ class FlashInferAttention(AttentionBackend):
         self._decode = [self._decode_wrapper(shape) for shape in self._shapes]
         self._prefill = [self._prefill_wrapper() for _ in self._shapes]
         self._kv: list[tuple[Tensor, Tensor]] = []
+        on_gpu = device.startswith("cuda")
+        self._planned = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
     def bind(self, kv: list[tuple[Tensor, Tensor]]) -> None:
         """Keep the store, as pages and as slots."""
@@ -110,6 +114,7 @@ class FlashInferAttention(AttentionBackend):
 
     def prepare(self, batch: AttentionBatch) -> FlashInferPlan:
         """CSR once a shape, and FlashInfer's own plan for each part that has rows."""
+        self._begin_planning()
         cut, rows = batch.num_decodes, batch.num_seqs
         plan = FlashInferPlan(batch.num_tokens, cut, batch.slot_mapping)
         starts, lens = batch.query_start_host[: rows + 1], batch.seq_lens_host[:rows]
@@ -119,7 +124,20 @@ class FlashInferAttention(AttentionBackend):
         if cut < rows:
             plan.prefill = self._prefill
             self._plan_prefill(self._prefill, batch.block_tables[:, cut:rows], lens[cut:], starts[cut:] - starts[cut])
+        self._end_planning()
         return plan
+
+    def _begin_planning(self) -> None:
+        """Wrappers keep their plan in pinned memory and send it from there: wait until the last one has left.
+
+        That is behind the step before, which the engine waits for anyway before it prepares the next but one.
+        """
+        if self._planned is not None:
+            self._planned.synchronize()
+
+    def _end_planning(self) -> None:
+        if self._planned is not None:
+            self._planned.record(torch.cuda.current_stream(self._device))
 
     def capture(self, batch: AttentionBatch) -> FlashInferPlan:
         """Wrappers of this size over buffers of their own. Every row has as many queries."""
@@ -139,6 +157,7 @@ class FlashInferAttention(AttentionBackend):
     def update(self, plan: FlashInferPlan, batch: AttentionBatch) -> None:
         """Plan anew for this step's lengths. Rows the batch lacks read and write the null block."""
         assert plan.captured is not None, "only a captured plan is updated"
+        self._begin_planning()
         rows, queries, width = plan.captured
         found, columns = batch.num_seqs, batch.block_tables.shape[-1]
         assert found <= rows, f"{found} rows, captured for {rows}"
@@ -154,6 +173,7 @@ class FlashInferAttention(AttentionBackend):
             self._plan_decode(plan.decode, tables, lens)
         else:
             self._plan_prefill(plan.prefill, tables, lens, np.arange(rows + 1, dtype=np.int32) * queries)
+        self._end_planning()
 
     def _plan_decode(self, wrappers: Sequence[Any], tables: Tensor, lens: NDArray[np.int32]) -> None:
         cache: dict[tuple[int, int | None], Pages] = {}
@@ -182,7 +202,7 @@ class FlashInferAttention(AttentionBackend):
         for shape, wrapper in zip(self._shapes, wrappers, strict=True):
             pages = self._pages(cache, shape, tables, lens, np.diff(starts))
             wrapper.plan(
-                qo_indptr=torch.from_numpy(np.ascontiguousarray(starts, np.int32)),
+                qo_indptr=on_host(starts.astype(np.int32), tables.device),
                 paged_kv_indptr=pages.indptr,
                 paged_kv_indices=pages.indices,
                 paged_kv_last_page_len=pages.last_page_len,
@@ -291,6 +311,8 @@ def build(ctx: BuildContext) -> FlashInferAttention:
         raise UnsupportedError(f"attention 'flashinfer' needs an NVIDIA GPU, not {ctx.device!r}; use --attention torch")
     import flashinfer
 
+    if (reason := no_modules(Path(flashinfer.__file__).parent)) is not None:
+        raise UnsupportedError(f"attention 'flashinfer' {reason}")
     return FlashInferAttention(
         ctx.model_spec.layers,
         block_size=ctx.engine.block_size,

@@ -23,6 +23,12 @@ class Pages:
     last_page_len: Tensor
 
 
+def on_host(array: NDArray[np.integer], device: torch.device) -> Tensor:
+    """A tensor on the host, pinned where it is copied to a GPU: a copy from other memory may wait for the GPU."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def page_counts(
     seq_lens: NDArray[np.int32], num_queries: NDArray[np.int32], block_size: int, window: int | None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -54,9 +60,10 @@ def make_pages(
     indptr = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=indptr[1:])
     device = block_table.device
-    packed = torch.from_numpy(np.stack([counts, first, indptr[:-1]]).astype(np.int64)).to(device, non_blocking=True)
+    numbers = np.stack([counts, first, indptr[:-1]]).astype(np.int64)
+    packed = on_host(numbers, device).to(device, non_blocking=True)
     total = int(indptr[-1])
     row = torch.repeat_interleave(torch.arange(len(counts), device=device), packed[0], output_size=total)
     column = torch.arange(total, device=device) - packed[2][row] + packed[1][row]
-    last_page_len = (seq_lens - 1) % block_size + 1
-    return Pages(torch.from_numpy(indptr), block_table[row, column], torch.from_numpy(last_page_len.astype(np.int32)))
+    last_page_len = ((seq_lens - 1) % block_size + 1).astype(np.int32)
+    return Pages(on_host(indptr, device), block_table[row, column], on_host(last_page_len, device))

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from enginectl_attention_triton import attention_kernels, op_kernels
+from enginectl_attention_triton import attention_kernels, op_kernels, sample_kernels
 from enginectl_attention_triton.config import (
     MAX_SPLITS,
     NARROW_QUERIES,
@@ -159,7 +159,13 @@ def _write_spec(dtype: str) -> Spec:
 
 
 def _op_specs(dtype: str) -> Iterator[Spec]:
-    from enginectl_attention_triton.op_launch import ARGMAX_BLOCK, GATED_BLOCK, norm_warps
+    from enginectl_attention_triton.op_launch import (
+        ARGMAX_BLOCK,
+        GATED_BLOCK,
+        SAMPLE_BLOCK,
+        SAMPLE_WARPS,
+        norm_warps,
+    )
 
     kind = POINTERS[dtype]
     for size, add in ((4096, False), (4096, True), (16384, True)):
@@ -200,6 +206,15 @@ def _op_specs(dtype: str) -> Iterator[Spec]:
             ("num_pieces",),
             (),
             {"BLOCK": 32},
+        )
+        yield Spec(
+            "sample",
+            sample_kernels.sample_kernel,
+            {"logits": "*fp32", "params": "*fp64", "out": "*i64"},
+            ("row_stride", "num_rows"),
+            (),
+            {"SIZE": 128256, "BITS": 36, "BLOCK": SAMPLE_BLOCK},
+            SAMPLE_WARPS,
         )
 
 

@@ -1,7 +1,7 @@
 """Launch configurations: a table by architecture, element size and head size. No autotuner runs.
 
-The tables are chosen so that every kernel compiles without spills within the architecture's shared memory; their speed
-has not been measured.
+The tables are chosen so that every kernel compiles without spills within the architecture's shared memory, by triton 3.6
+and by 3.9; their speed has not been measured.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Shape:
 # Keyed by the head size up to which they hold. fp32 has no tensor cores with exact products: its tiles are small.
 _NARROW_16 = {64: Tile(0, 64, 4, 3), 128: Tile(0, 64, 4, 3), 256: Tile(0, 32, 4, 2)}
 _NARROW_32 = {64: Tile(0, 16, 8, 2), 128: Tile(0, 16, 8, 2), 256: Tile(0, 16, 8, 2)}
-_WIDE_32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 16, 8, 2), 256: Tile(16, 16, 8, 2)}
+_WIDE_32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 16, 4, 2), 256: Tile(16, 16, 8, 2)}
 _WIDE_16 = {
     80: {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2)},
-    86: {64: Tile(128, 64, 8, 2), 128: Tile(64, 32, 4, 3), 256: Tile(64, 16, 8, 2)},
+    86: {64: Tile(128, 64, 8, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 16, 8, 2)},
     90: {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
-    100: {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    100: {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 3)},
 }
 _SHARED_LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 

@@ -73,3 +73,19 @@ def enginectl_op_set() -> Sequence[Provider]:
             summary="fused norms, RoPE and activations; matrix products by torch",
         )
     ]
+
+
+@hookimpl
+def enginectl_sampler() -> Sequence[Provider]:
+    """Sampling on CUDA in one launch."""
+    return [
+        Provider(
+            Role.SAMPLER,
+            "triton",
+            "enginectl_attention_triton.sampler:build",
+            rank=50,
+            unsupported=unsupported,
+            capabilities=Capabilities(devices=_CUDA),
+            summary="greedy, temperature, top-k, top-p, min-p in one kernel; never waits for the GPU",
+        )
+    ]

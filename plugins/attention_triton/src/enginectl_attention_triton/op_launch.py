@@ -14,12 +14,14 @@ from enginectl_attention_triton.op_kernels import (
     rms_norm_kernel,
     rope_kernel,
 )
+from enginectl_attention_triton.sample_kernels import sample_kernel
 
 ROPE_ROWS = 16
 """(token, head) rows that one program turns."""
 
 GATED_BLOCK = 1024
 ARGMAX_BLOCK = 4096
+SAMPLE_BLOCK, SAMPLE_WARPS = 512, 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
@@ -98,6 +100,27 @@ def argmax(logits: Tensor) -> Tensor:
     )
     argmax_join_kernel[(num_rows,)](
         best, best_id, out, num_pieces, BLOCK=power_of_two(num_pieces), enable_fp_fusion=True
+    )
+    return out
+
+
+def sample(logits: Tensor, params: Tensor, bits: int) -> Tensor:
+    """Token ids [n] int64 drawn from logits [n, size]. params: [5, n] fp64, see the kernel; bits: of the largest weight."""
+    num_rows, size = logits.shape
+    assert logits.stride(1) == 1, "a row is contiguous"
+    assert params.is_contiguous(), "params are contiguous"
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    sample_kernel[(num_rows,)](
+        logits,
+        params,
+        out,
+        logits.stride(0),
+        num_rows,
+        SIZE=size,
+        BITS=bits,
+        BLOCK=SAMPLE_BLOCK,
+        num_warps=SAMPLE_WARPS,
+        enable_fp_fusion=False,  # a weight is rounded the same in every sweep
     )
     return out
 

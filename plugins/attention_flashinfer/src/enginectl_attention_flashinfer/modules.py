@@ -1,0 +1,36 @@
+"""FlashInfer's kernels are compiled on first use, or taken ready-made: can either be done here?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def no_modules(package: Path, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why no kernel can be had, or None. package: FlashInfer's folder.
+
+    Otherwise the first step fails, after the weights are loaded.
+    """
+    ready = any((package / "data" / "aot").glob("*/*.so")) or find_spec("flashinfer_jit_cache") is not None
+    if ready:
+        return None
+    if environ.get("FLASHINFER_DISABLE_JIT"):
+        return (
+            f"finds no kernels in {package / 'data' / 'aot'}, and FLASHINFER_DISABLE_JIT forbids to compile them; unset "
+            "it, or put modules there (bench/gpu/prebuild.py makes them)"
+        )
+    if _has_nvcc(environ):
+        return None
+    return (
+        "compiles its kernels on first use and needs nvcc, which is neither on PATH nor in CUDA_HOME or /usr/local/cuda; "
+        "install the CUDA toolkit or flashinfer-jit-cache, or use --attention triton"
+    )
+
+
+def _has_nvcc(environ: Mapping[str, str]) -> bool:
+    if shutil.which("nvcc", path=environ.get("PATH")):
+        return True
+    return any((Path(home) / "bin" / "nvcc").exists() for home in (environ.get("CUDA_HOME"), "/usr/local/cuda") if home)
