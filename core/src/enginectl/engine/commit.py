@@ -52,7 +52,7 @@ class Committer:
         if not sampled.size:
             return None
         assert result.rows is sampled or np.array_equal(result.rows, sampled), "results come in plan order"
-        if t.is_closing.any():
+        if t.num_closing:
             alive = ~t.is_closing[sampled]
             if not alive.all():
                 result, sampled, base = result.select(alive), sampled[alive], base[alive]
@@ -90,10 +90,15 @@ class Committer:
         """One new token a row: the plain decode step."""
         t = self.table
         t.token_ids[rows, base] = tokens
-        stopped = (t.stop_ids[rows] == tokens[:, None]).any(1)
-        ended = stopped | (base + 1 >= t.max_tokens[rows])
+        if rows is t.order:
+            columns = t.columns()
+            stop_ids, last, keys = columns.stop_ids, columns.last, columns.keys
+        else:
+            stop_ids, last, keys = t.stop_ids[rows], t.max_tokens[rows] - 1, None
+        stopped = (stop_ids == tokens[:, None]).any(1)
+        ended = stopped | (base >= last)
         self.counters.generation_tokens += rows.size
-        self.outputs.add_tokens(rows, None, tokens, result.logprobs)
+        self.outputs.add_tokens(rows, None, tokens, result.logprobs, keys)
         if self._keeps_drafts:
             t.num_drafts[rows] = result.num_drafts
         self._note_first_tokens(rows)
@@ -135,9 +140,7 @@ class Committer:
 
     def _note_first_tokens(self, rows: IntRows) -> None:
         t = self.table
-        first = rows[t.awaits_first[rows]]
-        if first.size:
-            t.awaits_first[first] = False
+        if t.num_awaiting:
             now = self._clock()
-            for row in first.tolist():
+            for row in t.got_first(rows).tolist():
                 t.request(row).first_token_s = now
