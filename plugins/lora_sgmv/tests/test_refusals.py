@@ -198,7 +198,7 @@ def test_without_roots_nothing_is_loaded_at_run_time(tiny: Callable[[str], Path]
 
 
 def test_an_adapter_of_the_start_that_does_not_load_is_an_error(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--lora-modules mine=.*no directory"):
+    with pytest.raises(ConfigError, match=r"--lora-modules mine=.*nothing at"):
         Engine(str(tiny("llama")), enable_lora=True, lora_modules={"mine": str(tmp_path / "none")})
 
 
