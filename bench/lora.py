@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace, num_adapters: int, rank: int) -> dict[str,
     common: dict[str, Any] = {"max_num_seqs": args.rows, "max_model_len": 1024, "num_threads": args.threads}
     common |= {"enable_prefix_caching": False, "kv_cache_memory_bytes": "512MiB"}
     with tempfile.TemporaryDirectory() as directory:
-        lora = {"enable_lora": True, "max_loras": num_adapters, "max_lora_rank": rank}
+        lora: dict[str, Any] = {"enable_lora": True, "max_loras": num_adapters, "max_lora_rank": rank}
         lora["plugin_options"] = {"sgmv": {"roots": [directory]}}
         with (
             Engine(args.model, **common) as base,
@@ -125,7 +125,7 @@ def host_cost(rounds: int, count: int) -> dict[str, Any]:
     common: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 16 * rounds * count, "num_threads": 1}
     common |= {"enable_prefix_caching": False, "kv_cache_memory_bytes": "256MiB"}
     with tempfile.TemporaryDirectory() as directory:
-        changes = {"num_hidden_layers": 1, "max_position_embeddings": 16 * rounds * count}
+        changes: dict[str, Any] = {"num_hidden_layers": 1, "max_position_embeddings": 16 * rounds * count}
         model = str(save_tiny_model("llama", Path(directory) / "tiny", **changes))
         with Engine(model, **common) as base, Engine(model, **common, enable_lora=True) as unused:
             engines = {"base": base, "enabled, unused": unused}
