@@ -210,20 +210,23 @@ def test_linear_rows_do_not_depend_on_the_batch(ops: CpuOpSet, dtype: torch.dtyp
         assert torch.equal(linear(x[chosen]), whole[chosen])
 
 
+MANY_ROWS = 2_500
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
 def test_block_rows_do_not_depend_on_the_batch(ops: CpuOpSet, dtype: torch.dtype, name: str) -> None:
-    """Law 1, for a whole layer."""
+    """Law 1, for a whole layer, and for so many rows that they go through it in parts."""
     spec, biases = variant(name)
     block = ops.block(spec, weights_for(spec, dtype, biases=biases))
     assert block is not None
-    hidden = noise(130, spec.hidden_size, dtype=dtype)
-    attended = noise(130, spec.num_heads * spec.head_dim, dtype=dtype, seed=7)
-    cos, sin = turns(130, spec.rotary_dim)
+    hidden = noise(MANY_ROWS, spec.hidden_size, dtype=dtype)
+    attended = noise(MANY_ROWS, spec.num_heads * spec.head_dim, dtype=dtype, seed=7)
+    cos, sin = turns(MANY_ROWS, spec.rotary_dim)
     whole = [t.clone() for t in block.before(hidden, cos, sin)]
     after = block.after(hidden.clone(), attended)
     random = torch.Generator().manual_seed(1)
-    for rows in (1, 2, 4, 5, 12, 13, 31, 64, 100):
-        chosen = torch.randperm(130, generator=random)[:rows]
+    for rows in (1, 2, 4, 5, 12, 13, 31, 64, 100, 1200):
+        chosen = torch.randperm(MANY_ROWS, generator=random)[:rows]
         parts = block.before(hidden[chosen], cos[chosen], sin[chosen])
         assert all(torch.equal(part, all_rows[chosen]) for part, all_rows in zip(parts, whole, strict=True))
         assert torch.equal(block.after(hidden[chosen], attended[chosen]), after[chosen])

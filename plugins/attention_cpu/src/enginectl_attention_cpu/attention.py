@@ -72,6 +72,8 @@ class CpuAttention(AttentionBackend):
         self._kv = kv
         self._structs = [self._described(layer, *pair) for layer, pair in zip(self._layers, kv, strict=True)]
         self._addresses = [addressof(struct) for struct in self._structs]
+        for struct, following in zip(self._structs, self._addresses[1:], strict=False):
+            struct.next = following
 
     def _described(self, layer: LayerSpec, keys: Tensor, values: Tensor) -> Layer:
         return Layer(

@@ -26,7 +26,7 @@ class Layer(Structure):
         *((name, c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "block_size", "group")),
         *((name, c_int32) for name in ("window", "chunk")),
         *((name, c_float) for name in ("scale", "soft_cap")),
-        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_void_p) for name in ("keys", "values", "next")),
     )
 
 

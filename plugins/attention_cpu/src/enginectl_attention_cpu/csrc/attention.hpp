@@ -50,6 +50,31 @@ void write_kv(const Layer& layer, const Step& step, const Team& team, const T* k
   });
 }
 
+// First key that a query at a position sees.
+inline int lowest_key(const Layer& layer, int position) {
+  int lowest = 0;
+  if (layer.window > 0) lowest = std::max(lowest, position - layer.window + 1);
+  if (layer.chunk > 0) lowest = std::max(lowest, position / layer.chunk * layer.chunk);
+  return lowest;
+}
+
+// Name the pages that this layer's attention will read, where products come between that are bound by arithmetic.
+template <class T>
+void announce(const Layer* layer, const Step& step) {
+  if (layer == nullptr || step.num_tokens < ARITHMETIC_ROWS) return;
+  Upcoming& upcoming = Upcoming::of_process();
+  const size_t row = sizeof(T) * layer->block_size * layer->num_kv_heads;
+  upcoming.begin(layer->keys, layer->values, row * layer->head_dim, row * layer->v_head_dim);
+  bool more = true;
+  for (int i = 0; i < step.num_seqs && more; ++i) {
+    const int32_t* table = step.block_tables + layer->group * step.table_group + i * step.table_row;
+    const int before = step.seq_lens[i] - (step.query_start[i + 1] - step.query_start[i]);
+    for (int block = lowest_key(*layer, before) / layer->block_size; block * layer->block_size < before && more; ++block)
+      more = upcoming.add(table[block]);
+  }
+  upcoming.end();
+}
+
 // What a step's layers of one geometry do: tiles of queries, (row, first query) each.
 using Work = std::vector<std::pair<int32_t, int32_t>>;
 
@@ -146,12 +171,7 @@ class Attention {
   static int num_segments(const Item& it) { return (it.stop - 1) / SEGMENT - it.start / SEGMENT + 1; }
   static int segment_end(const Item& it, int from) { return std::min(it.stop, (from / SEGMENT + 1) * SEGMENT); }
 
-  int lowest_key(int position) const {
-    int lowest = 0;
-    if (layer_.window > 0) lowest = std::max(lowest, position - layer_.window + 1);
-    if (layer_.chunk > 0) lowest = std::max(lowest, position / layer_.chunk * layer_.chunk);
-    return lowest;
-  }
+  int lowest_key(int position) const { return ectl::lowest_key(layer_, position); }
 
   size_t sums_floats(int num_rows) const {
     return (static_cast<size_t>(num_rows) * (1 + LANES + columns_) + 15) / 16 * 16;

@@ -21,6 +21,7 @@ struct Layer {
   int32_t window, chunk;  // 0: none
   float scale, soft_cap;  // 0: none
   void *keys, *values;    // [num_blocks, block_size, num_kv_heads, ...]
+  const Layer* next;      // the layer after this one, or null
 };
 
 // The running softmax of some rows.

@@ -30,8 +30,12 @@ struct OpSet {
   Arena arena;
   Scratch normed, activated, copied, added, partial, low_rank;
   SlotOrder order;
+  std::vector<Extent> weights;  // as they were packed, which is the order in which a step comes to them
   std::mutex busy;  // one call at a time
   explicit OpSet(int num_threads) : team(num_threads) {}
+
+  // What comes after w; after the last, the next step's first.
+  const Extent& after(const Packed& w) const { return weights[(w.place + 1) % weights.size()]; }
 
   // x as fp32, something added.
   template <class T>
@@ -46,6 +50,8 @@ struct OpSet {
 template <class T, class RowOf>
 Packed pack_with_bias(OpSet& set, const T* weight, const T* bias, int k, int n, RowOf&& row_of, int num_biases = 0) {
   Packed w = pack<T>(set.arena, set.team, weight, k, n, row_of);
+  w.place = static_cast<int>(set.weights.size());
+  set.weights.push_back(w.extent());
   if (bias != nullptr) {
     w.bias = static_cast<float*>(set.arena.take(sizeof(float) * w.groups * GROUP));
     const float* flat = set.floats(bias, num_biases ? num_biases : n);
@@ -56,7 +62,8 @@ Packed pack_with_bias(OpSet& set, const T* weight, const T* bias, int k, int n, 
 
 template <class T, class Epilogue>
 void multiply_rows(OpSet& set, Rows rows, int num_rows, const Packed& w, int unit, Epilogue&& epilogue) {
-  multiply<Operand<T>::per_word == 2>(set.team, rows.data, rows.row_words, num_rows, w, unit, epilogue);
+  multiply<Operand<T>::per_word == 2>(set.team, rows.data, rows.row_words, num_rows, w, set.after(w), unit,
+                                      epilogue);
 }
 
 // One row of one tile, sixteen columns at a time: put(column, rounded sum with bias, count).
@@ -92,6 +99,8 @@ class Linear {
   int k_;
   Packed w_;
 };
+
+constexpr int CACHED_ROWS = 8 * ROW_BLOCK;
 
 template <class T>
 class Block {
@@ -130,6 +139,32 @@ class Block {
   // qkv [num_rows, (heads + 2 kv heads) * head_dim]: normalised, projected, normalised by head, turned. slots: of each
   // row's adapter, or null.
   void before(const T* hidden, const float* cos, const float* sin, int num_rows, T* qkv, const int32_t* slots) {
+    for_cached_rows(num_rows, [&](int from, int count) {
+      const size_t turn = static_cast<size_t>(from) * s_.rotary_dim;
+      project(hidden + static_cast<size_t>(from) * s_.hidden, cos + turn, sin + turn, count,
+              qkv + static_cast<size_t>(from) * qkv_.n, slots ? slots + from : nullptr);
+    });
+  }
+
+  // hidden [num_rows, hidden] becomes the rows after this layer.
+  void after(T* hidden, const T* attended, int num_rows, const int32_t* slots) {
+    for_cached_rows(num_rows, [&](int from, int count) {
+      add_halves(hidden + static_cast<size_t>(from) * s_.hidden,
+                 attended + static_cast<size_t>(from) * s_.num_heads * s_.head_dim, count,
+                 slots ? slots + from : nullptr);
+    });
+  }
+
+ private:
+  // Many rows go through a half of the layer a few at a time: what one product leaves is in the cache for the next.
+  template <class Fn>
+  static void for_cached_rows(int num_rows, Fn&& fn) {
+    const int parts = std::max(1, (num_rows + CACHED_ROWS / 2) / CACHED_ROWS);
+    const int each = (num_rows / parts + ROW_BLOCK - 1) / ROW_BLOCK * ROW_BLOCK;
+    for (int from = 0; from < num_rows; from += each) fn(from, std::min(each, num_rows - from));
+  }
+
+  void project(const T* hidden, const float* cos, const float* sin, int num_rows, T* qkv, const int32_t* slots) {
     const Rows rows = normed_rows(set_.team, set_.normed, hidden, num_rows, s_.hidden, attention_norm_);
     multiply_adapted(QKV, rows, num_rows, qkv_, head_unit_, slots,
                      [&](int, int from, int count, int first, int groups, float* sums, size_t ld) {
@@ -149,8 +184,7 @@ class Block {
                      });
   }
 
-  // hidden [num_rows, hidden] becomes the rows after this layer.
-  void after(T* hidden, const T* attended, int num_rows, const int32_t* slots) {
+  void add_halves(T* hidden, const T* attended, int num_rows, const int32_t* slots) {
     const int h = s_.hidden;
     add_half(operand_rows(set_.team, set_.copied, attended, num_rows, s_.num_heads * s_.head_dim), output_, hidden,
              num_rows, attention_post_norm_, OUTPUT, slots);
@@ -158,7 +192,6 @@ class Block {
     add_half(activated_rows(rows, num_rows, slots), down_, hidden, num_rows, mlp_post_norm_, DOWN, slots);
   }
 
- private:
   static auto straight(int n) {
     return [n](int i) { return i < n ? i : -1; };
   }

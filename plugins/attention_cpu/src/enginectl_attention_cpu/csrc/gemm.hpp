@@ -10,6 +10,7 @@
 #include "memory.hpp"
 #include "pool.hpp"
 #include "simd.hpp"
+#include "upcoming.hpp"
 
 namespace ectl {
 
@@ -44,7 +45,19 @@ inline float convert<f16>(f16 x) {
 // cache set.
 inline size_t padded_words(size_t words) { return (words + 15) / 16 * 16 + 16; }
 
+// Weights: where they begin, and how they are cut.
+struct Extent {
+  const uint32_t* data = nullptr;
+  int groups = 0;
+  size_t group_words = 0;
+  // Where a thread's share begins.
+  const uint32_t* share(int thread, int num_threads) const {
+    return data + static_cast<size_t>(thread) * groups / num_threads * group_words;
+  }
+};
+
 struct Packed {
+  int place = 0;  // in the order in which an op set's weights are used
   int n = 0;      // output columns
   int words = 0;  // 32-bit words along k
   int groups = 0;
@@ -52,6 +65,7 @@ struct Packed {
   uint32_t* data = nullptr;
   float* bias = nullptr;  // [groups * 32] or null
   size_t group_words() const { return static_cast<size_t>(words) * GROUP; }
+  Extent extent() const { return {data, groups, group_words()}; }
 };
 
 // One word of weights and of rows at a time.
@@ -76,10 +90,10 @@ constexpr int UNROLL = 4;  // words between prefetches: eight lines of weights
 constexpr int LINES_PER_UNROLL = 8;
 
 // R rows times one group. a: first row's words. ahead: weights wanted next, of which `lines` lines are asked for every
-// UNROLL words. out: [R][ld].
+// UNROLL words. upcoming: what else is, or null. out: [R][ld].
 template <bool paired, int R>
 [[gnu::noinline]] void multiply_tile(const uint32_t* a, size_t row_words, const uint32_t* w, int words, float* out,
-                                     size_t ld, const char* ahead, int lines) {
+                                     size_t ld, const char* ahead, int lines, UpcomingLines* upcoming) {
   using M = Multiply<paired>;
   F acc[R][2];
 #pragma GCC unroll 12
@@ -98,6 +112,7 @@ template <bool paired, int R>
   int k = 0;
   for (; k + UNROLL <= words; k += UNROLL) {
     for (int i = 0; i < lines; ++i, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+    if (upcoming != nullptr) upcoming->ask();
 #pragma GCC unroll 4
     for (int i = 0; i < UNROLL; ++i) step(i);
     w += UNROLL * GROUP;
@@ -117,7 +132,7 @@ template <bool paired, int R>
   }
 }
 
-using Tile = void (*)(const uint32_t*, size_t, const uint32_t*, int, float*, size_t, const char*, int);
+using Tile = void (*)(const uint32_t*, size_t, const uint32_t*, int, float*, size_t, const char*, int, UpcomingLines*);
 template <bool paired>
 constexpr Tile TILES[MAX_TILE + 1] = {nullptr,
                                       multiply_tile<paired, 1>,
@@ -144,6 +159,7 @@ struct Team {
   }
 };
 
+constexpr int ARITHMETIC_ROWS = 32;  // a product of so many is bound by arithmetic, of fewer by memory
 constexpr int ROW_BLOCK = 96;  // rows of a chunk: eight tiles, whose operands stay in the second-level cache
 
 // How [num_rows, w.n] is cut into chunks: all row blocks of one span of groups follow each other.
@@ -165,10 +181,10 @@ struct Grid {
 };
 
 // For every tile: epilogue(thread, first row, number of rows, first column, number of groups, sums, ld), where sums is
-// [rows][ld] without bias. unit: groups that an epilogue needs together.
+// [rows][ld] without bias. unit: groups that an epilogue needs together. next: what is multiplied by afterwards.
 template <bool paired, class Epilogue>
-void multiply(Team& team, const uint32_t* a, size_t row_words, int num_rows, const Packed& w, int unit,
-              Epilogue&& epilogue) {
+void multiply(Team& team, const uint32_t* a, size_t row_words, int num_rows, const Packed& w, const Extent& next,
+              int unit, Epilogue&& epilogue) {
   if (num_rows == 0) return;
   const Grid grid(num_rows, w, team.num_threads, unit);
   const size_t group_words = w.group_words(), group_bytes = group_words * sizeof(uint32_t);
@@ -180,17 +196,28 @@ void multiply(Team& team, const uint32_t* a, size_t row_words, int num_rows, con
     const int num_tiles = (block_rows + MAX_TILE - 1) / MAX_TILE;
     const size_t ld = static_cast<size_t>(grid.span) * GROUP;
     float* sums = team.scratch[thread].take<float>(MAX_TILE * ld);
-    // Each pass over this span asks for its part of the next one.
-    const int lines = grid.num_row_blocks > 1 ? 0 : (LINES_PER_UNROLL + num_tiles - 1) / num_tiles;
-    const bool last_span = first_group + num_groups >= w.groups;
+    // Each pass over this span asks for its part of what this thread multiplies by next.
+    const uint32_t* wanted = nullptr;
+    if (grid.num_row_blocks == 1) {
+      const int num_threads = std::min(team.num_threads, grid.num_spans);
+      const bool is_last = thread < num_threads && chunk + 1 == (thread + 1) * grid.num_spans / num_threads;
+      wanted = is_last ? next.share(thread, num_threads) : w.data + (first_group + grid.span) * group_words;
+    }
+    const int lines = wanted ? (LINES_PER_UNROLL + num_tiles - 1) / num_tiles : 0;
+    UpcomingLines* upcoming = nullptr;
+    if (wanted && num_rows >= ARITHMETIC_ROWS) {
+      upcoming = &UpcomingLines::of_thread();
+      upcoming->start();
+    }
     for (int tile = 0; tile < num_tiles; ++tile) {
       const int from = tile * block_rows / num_tiles, to = (tile + 1) * block_rows / num_tiles;
       const uint32_t* rows = a + static_cast<size_t>(block_start + from) * row_words;
       for (int g = 0; g < num_groups; ++g) {
         const uint32_t* weights = w.data + (first_group + g) * group_words;
         const char* ahead =
-            reinterpret_cast<const char*>(weights + group_words * grid.span) + group_bytes / num_tiles / 64 * 64 * tile;
-        TILES<paired>[to - from](rows, row_words, weights, w.words, sums + g * GROUP, ld, ahead, last_span ? 0 : lines);
+            reinterpret_cast<const char*>(wanted + group_words * g) + group_bytes / num_tiles / 64 * 64 * tile;
+        TILES<paired>[to - from](rows, row_words, weights, w.words, sums + g * GROUP, ld, ahead, lines,
+                                 upcoming);
       }
       epilogue(thread, block_start + from, to - from, first_group * GROUP, num_groups, sums, ld);
     }

@@ -201,6 +201,7 @@ int ectl_attend(AttentionState* state, const Layer* layer, const Step* step, int
       Attention<T>(*layer, *step, state->team, static_cast<const T*>(q), Strides{q_token, q_head}, sinks,
                    static_cast<T*>(out))
           .run(state->partial, state->work);
+      announce<T>(layer->next, *step);
     });
     return 0;
   } catch (const std::bad_alloc&) {
