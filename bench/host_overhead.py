@@ -3,7 +3,8 @@
     python bench/host_overhead.py --json
 
 For 1, 32, 256 and 1,024 running decodes it prints the median, over steady-state steps, of the time spent in schedule,
-prepare, update and emit (sampling apart), in microseconds. With `--vllm PYTHON`, the interpreter of an environment that
+prepare, update and emit (sampling apart), in microseconds. Prompts are of 16 lengths, so that in every step a sixteenth
+of the rows fill a block. With `--parts` it says where the time goes. With `--vllm PYTHON`, the interpreter of an environment that
 has vLLM, its V1 scheduler runs beside us: `schedule()` and `update_from_output()` alone, in the same run.
 """
 
@@ -124,7 +125,7 @@ def add_requests(core: EngineCore, num_seqs: int) -> None:
     """Greedy requests that run for the whole measurement."""
     random = np.random.default_rng(0)
     for key in range(1, num_seqs + 1):
-        prompt = random.integers(0, 64, PROMPT_LEN, dtype=np.int32)
+        prompt = random.integers(0, 64, PROMPT_LEN + key % BLOCK_SIZE, dtype=np.int32)
         core.add(
             EngineRequest(
                 key=key,
@@ -133,7 +134,7 @@ def add_requests(core: EngineCore, num_seqs: int) -> None:
                 params=SamplingParams(temperature=0.0),
                 seed=key,
                 choice=0,
-                max_tokens=MAX_MODEL_LEN - PROMPT_LEN,
+                max_tokens=MAX_MODEL_LEN - PROMPT_LEN - BLOCK_SIZE,
                 eos_token_ids=(2,),
                 adapter=None,
                 priority=0,
@@ -145,14 +146,20 @@ def add_requests(core: EngineCore, num_seqs: int) -> None:
         )
 
 
-def measure(num_seqs: int, steps: int, *, index: Any = None) -> list[float]:
-    """Microseconds of each steady-state step, emitted message included."""
+def steady_core(num_seqs: int, *, index: Any = None) -> EngineCore:
+    """All rows decode."""
     core = make_core(num_seqs, index=index)
     add_requests(core, num_seqs)
     while len(core.table.order) < num_seqs or len(core.scheduler):
         core.step()
     for _ in range(50):
         core.step()
+    return core
+
+
+def measure(num_seqs: int, steps: int, *, index: Any = None) -> list[float]:
+    """Microseconds of each steady-state step, emitted message included."""
+    core = steady_core(num_seqs, index=index)
     samples = []
     for _ in range(steps):
         begin = time.perf_counter()
@@ -161,6 +168,38 @@ def measure(num_seqs: int, steps: int, *, index: Any = None) -> list[float]:
         samples.append((time.perf_counter() - begin) * 1e6)
     core.pool.check()
     return samples
+
+
+def measure_parts(num_seqs: int, steps: int, *, index: Any = None) -> dict[str, float]:
+    """Median microseconds a step of each part; each is measured with the cost of two clock readings on top."""
+    core = steady_core(num_seqs, index=index)
+    spent: dict[str, list[float]] = defaultdict(list)
+
+    def timed(name: str, owner: Any, attribute: str) -> None:
+        inner = getattr(owner, attribute)
+
+        def outer(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            result = inner(*args, **options)
+            spent[name].append((time.perf_counter() - begin) * 1e6)
+            return result
+
+        setattr(owner, attribute, outer)
+
+    timed("plan", core._planner, "plan")
+    timed("launch", core, "_launch")
+    timed("retire", core, "_retire")
+    timed("commit", core._committer, "commit")
+    if index is not None:
+        timed("publish", core._committer, "publish")
+    timed("emit", core.outputs, "take")
+    for _ in range(steps):
+        outputs = core.step()
+        begin = time.perf_counter()
+        for one in outputs:
+            frame(Outputs(one))
+        spent["encode"].append((time.perf_counter() - begin) * 1e6)
+    return {f"{name}_us": round(statistics.median(values), 1) for name, values in spent.items()}
 
 
 _VLLM = Path(__file__).with_name("vllm_scheduler.py")
@@ -180,6 +219,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 32, 256, 1024])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--prefix-cache", action="store_true", help="with the prefix-cache plugin's index")
+    parser.add_argument("--parts", action="store_true", help="where a step's time goes")
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment with vLLM")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -189,6 +229,9 @@ def main() -> None:
         samples = measure(size, args.steps, index=index)
         rows[size]["median_us"] = round(statistics.median(samples), 1)
         rows[size]["p99_us"] = round(sorted(samples)[int(len(samples) * 0.99)], 1)
+        if args.parts:
+            index = _prefix_index(size) if args.prefix_cache else None
+            rows[size] |= measure_parts(size, args.steps, index=index)
     if args.vllm:
         for size, value in vllm_medians(args.vllm, args.sizes, args.steps).items():
             rows[size]["vllm_scheduler_us"] = round(value, 1)

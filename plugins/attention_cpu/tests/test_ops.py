@@ -210,7 +210,7 @@ def test_linear_rows_do_not_depend_on_the_batch(ops: CpuOpSet, dtype: torch.dtyp
         assert torch.equal(linear(x[chosen]), whole[chosen])
 
 
-MANY_ROWS = 2_500
+MANY_ROWS = 1_300
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
@@ -225,7 +225,7 @@ def test_block_rows_do_not_depend_on_the_batch(ops: CpuOpSet, dtype: torch.dtype
     whole = [t.clone() for t in block.before(hidden, cos, sin)]
     after = block.after(hidden.clone(), attended)
     random = torch.Generator().manual_seed(1)
-    for rows in (1, 2, 4, 5, 12, 13, 31, 64, 100, 1200):
+    for rows in (1, 2, 4, 5, 12, 13, 31, 64, 100, 700):
         chosen = torch.randperm(MANY_ROWS, generator=random)[:rows]
         parts = block.before(hidden[chosen], cos[chosen], sin[chosen])
         assert all(torch.equal(part, all_rows[chosen]) for part, all_rows in zip(parts, whole, strict=True))

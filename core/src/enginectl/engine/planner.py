@@ -44,6 +44,10 @@ class _Changes:
     block_ids: list[IntRows] = field(default_factory=list)
 
 
+def _joined(parts: list[IntRows]) -> IntRows:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 class Planner:
     """Makes step plans over the row table. The rest of the loop shares `table`, `pool` and `counters` with it.
 
@@ -143,13 +147,14 @@ class Planner:
             if ahead:  # slots for what the speculator computes behind the verified tokens
                 ends = np.maximum(np.minimum(ends + ahead, columns.last + 1), ends)
             held = t.num_blocks[rows]
-            if (ends <= held * self._block_size).all():
+            needy = np.flatnonzero(ends > held * self._block_size)
+            if not needy.size:
                 return counts
-            short = np.maximum((ends + (self._block_size - 1)) // self._block_size - held, 0)
+            held = held[needy]
+            short = (ends[needy] + (self._block_size - 1)) // self._block_size - held
             wanted = int(short.sum())
             if wanted <= self.pool.num_available:
-                needy = short > 0
-                self._give_blocks(rows[needy], short[needy])
+                self._give_blocks(rows[needy], held, short, wanted)
                 return counts
             if ahead:  # drafts are a bonus: nobody waits or is preempted for them
                 ahead = 0
@@ -161,17 +166,15 @@ class Planner:
                 continue
             self._preempt(int(self.scheduler.victims(running, now)[0]), now)
 
-    def _give_blocks(self, rows: IntRows, short: IntRows) -> None:
-        t = self.table
-        ids = self.pool.take(int(short.sum()))
-        columns = t.num_blocks[rows]
-        if short.max() > 1:
+    def _give_blocks(self, rows: IntRows, held: IntRows, short: IntRows, wanted: int) -> None:
+        """Blocks behind those that the rows hold. wanted: the sum of short."""
+        ids = self.pool.take(wanted)
+        self.table.num_blocks[rows] = held + short
+        columns = held
+        if wanted > rows.size:
             first = np.repeat(np.cumsum(short) - short, short)
-            columns = (np.repeat(columns, short) + np.arange(ids.size) - first).astype(np.int32)
-            t.num_blocks[rows] += short
+            columns = (np.repeat(held, short) + np.arange(wanted) - first).astype(np.int32)
             rows = np.repeat(rows, short)
-        else:
-            t.num_blocks[rows] += 1
         self._set_blocks(rows, columns, ids)
 
     def _set_blocks(self, rows: IntRows, columns: IntRows, ids: IntRows) -> None:
@@ -277,9 +280,9 @@ class Planner:
         if changes.removed or changes.added or changes.block_ids:
             plan.removed, plan.added = changes.removed, changes.added
             if changes.block_ids:
-                plan.block_rows = np.concatenate(changes.block_rows)
-                plan.block_columns = np.concatenate(changes.block_columns)
-                plan.block_ids = np.concatenate(changes.block_ids)[None]
+                plan.block_rows = _joined(changes.block_rows)
+                plan.block_columns = _joined(changes.block_columns)
+                plan.block_ids = _joined(changes.block_ids)[None]
             self._changes = _Changes()
         return plan
 
