@@ -168,7 +168,9 @@ def test_spec_from_the_config_is_that_of_the_loaded_model(family: TransformersFa
     for name in CONFIGS:
         checkpoint = in_memory(name)
         spec = family.spec(checkpoint, context())
-        assert family.load(checkpoint, context()).spec == spec
+        model = family.load(checkpoint, context())
+        assert model.spec == spec
+        assert model.route == "packed"
         module = tiny_model(name)
         assert spec.num_parameters == sum(p.numel() for p in module.parameters())
         assert spec.weight_bytes == 4 * spec.num_parameters
@@ -196,10 +198,8 @@ def test_missing_and_unexpected_tensors_are_named(family: TransformersFamily) ->
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
-        ("bloom", {}, "does not call the attention interface"),
-        ("falcon", {}, "does not call the attention interface"),
-        ("qwen3_next", {}, "recurrent state"),
-        ("mamba2", {}, "recurrent state"),
+        ("recurrent_gemma", {}, "keeps state of its own"),
+        ("rwkv", {}, "keeps state of its own"),
         ("t5", {"is_encoder_decoder": True}, "encoder-decoder"),
         ("gemma3", {"vision_config": {"hidden_size": 8}}, "multimodal"),
         ("llamma", {}, "did you mean 'llama'"),
@@ -235,16 +235,36 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
-@pytest.mark.parametrize(("rope", "limit"), [(LONGROPE, 64), (DYNAMIC, 256)])
+@pytest.mark.parametrize(("rope", "limit", "most"), [(LONGROPE, 64, 256), (DYNAMIC, 256, 512)])
 def test_frequencies_that_depend_on_the_batch_limit_the_context(
-    rope: dict[str, Any], limit: int, family: TransformersFamily
+    rope: dict[str, Any], limit: int, most: int, family: TransformersFamily, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Up to a length they do not; beyond it is refused with the way out."""
+    """Up to a length they do not. Who asks for more gets frozen ones, and is told; beyond their reach it is refused."""
     checkpoint = in_memory("llama", rope_parameters=rope)
     assert family.spec(checkpoint, context()).max_model_len == limit
     assert family.load(checkpoint, context(max_model_len=limit)).spec.max_model_len == limit
-    with pytest.raises(ModelError, match=rf"--max-model-len {limit} or less"):
-        family.spec(checkpoint, context(max_model_len=limit + 1))
+    assert "asked for" not in caplog.text
+    assert family.spec(checkpoint, context(max_model_len=limit + 1)).max_model_len == limit + 1
+    assert f"every request gets those of {limit + 1} tokens" in caplog.text
+    with pytest.raises(ModelError, match=rf"--max-model-len {most} or less"):
+        family.spec(checkpoint, context(max_model_len=most + 1))
+
+
+@pytest.mark.parametrize(("rope", "length"), [(LONGROPE, 100), (DYNAMIC, 300)])
+def test_frozen_frequencies_are_those_of_the_longest_request(
+    rope: dict[str, Any], length: int, family: TransformersFamily
+) -> None:
+    """Law 1: a request of max_model_len tokens equals the library's forward over them; a short one its first tokens."""
+    checkpoint = in_memory("llama", rope_parameters=rope)
+    ids = torch.randint(250, (length,), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        expected = tiny_model("llama", rope_parameters=rope)(input_ids=ids[None], use_cache=False).logits[0]
+        short = tiny_model("llama", rope_parameters=rope)(input_ids=ids[None, :40], use_cache=False).logits[0]
+    model = family.load(checkpoint, context(max_model_len=length))
+    for count in (length, 40):
+        kept = one_step(model, ids[:count].tolist(), list(range(count)), torch.float32)
+        torch.testing.assert_close(kept.logits, expected[:count], rtol=1e-3, atol=1e-3)
+    assert (short - expected[:40]).abs().max() > 0.1, "the frequencies differ, or this proves nothing"
 
 
 def test_self_check_notices_a_wrong_layer(family: TransformersFamily) -> None:
@@ -254,7 +274,7 @@ def test_self_check_notices_a_wrong_layer(family: TransformersFamily) -> None:
     assert right < 1e-5
     layers = tuple(msgspec.structs.replace(layer, soft_cap=None) for layer in model.spec.layers)
     model.spec = msgspec.structs.replace(model.spec, layers=layers)
-    with pytest.raises(ModelError, match="wrong when sequences are packed"):
+    with pytest.raises(ModelError, match="differ by"):
         self_check(model, device="cpu", dtype=torch.float32)
 
 
@@ -268,10 +288,11 @@ def test_two_models_live_side_by_side(tiny_dir: Any, family: TransformersFamily)
 
 
 def one_step(model: Model, ids: list[int], keep: list[int], dtype: torch.dtype) -> Any:
+    num_blocks = 9 + len(ids)
     attention = TORCH.build(context(dtype=str(dtype).removeprefix("torch.")).with_(model_spec=model.spec))
-    attention.bind(allocate(model.spec, num_blocks=9, block_size=4, dtype=dtype, device="cpu"))
+    attention.bind(allocate(model.spec, num_blocks=num_blocks, block_size=4, dtype=dtype, device="cpu"))
     model.use_attention(attention)
-    batch = Pages(block_size=4, num_blocks=9).advance([(0, len(ids))])
+    batch = Pages(block_size=4, num_blocks=num_blocks).advance([(0, len(ids))])
     step = ForwardInput(torch.tensor(ids), torch.arange(len(ids)), torch.tensor(keep).long(), attention.prepare(batch))
     with torch.inference_mode():
         return model.forward(step)

@@ -6,6 +6,7 @@ plan through a `Site` that lies on the calling module, so that any number of eng
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,14 +53,18 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The trampoline: store this step's keys and values, attend over the paged context.
 
-    query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens, …], after RoPE.
-    Returns ([1, num_tokens, num_heads, v_head_dim], None).
+    query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens, …], after RoPE; or a token
+    of each of several sequences, [num_tokens, …, 1, …]. Returns ([1, num_tokens, num_heads, v_head_dim], None), or
+    [num_tokens, 1, …].
     """
     site: Site = module._enginectl  # type: ignore[assignment]
     step = site.step
     backend, plan = step.backend, step.plan
     assert backend is not None, "the model was called before use_attention()"
     layer = site.next_layer()
+    if query.shape[0] != 1:
+        backend.write_kv(layer, key[:, :, 0], value[:, :, 0], plan)
+        return backend.attend(layer, query[:, :, 0], plan, sinks=kwargs.get("s_aux")).unsqueeze(1), None
     backend.write_kv(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), plan)
     out = backend.attend(layer, query[0].transpose(0, 1), plan, sinks=kwargs.get("s_aux"))
     return out.unsqueeze(0), None
@@ -70,13 +75,13 @@ def register() -> None:
     AttentionInterface.register(NAME, attend)
 
 
-def connect(calls: list[nn.Module], step: Step) -> list[Site]:
-    """Put a site on every module that calls attention. calls: the modules in the order of their calls.
+def connect(callers: Sequence[nn.Module], step: Step) -> list[Site]:
+    """Put a site on every module that calls attention. callers: the modules in the order of their calls.
 
     Returns the sites of modules that call more than once a forward.
     """
     layers: dict[nn.Module, tuple[int, ...]] = {}
-    for layer, module in enumerate(calls):
+    for layer, module in enumerate(callers):
         layers[module] = (*layers.get(module, ()), layer)
     sites = []
     for module, own in layers.items():

@@ -8,57 +8,99 @@ from typing import Any
 import torch
 
 from enginectl.builtin.transformers_family import bridge, probe
-from enginectl.builtin.transformers_family.loading import config_object, load_module, meta_module
-from enginectl.builtin.transformers_family.model import TransformersModel
-from enginectl.builtin.transformers_family.refusals import exact_limit, refusal
+from enginectl.builtin.transformers_family.loading import config_object, freeze_rotary, load_module, meta_module
+from enginectl.builtin.transformers_family.model import PackedModel, TransformersModel
+from enginectl.builtin.transformers_family.probe import Probe
+from enginectl.builtin.transformers_family.refusals import WHOLE_PROMPTS, exact_limit, refusal
 from enginectl.builtin.transformers_family.self_check import self_check
+from enginectl.builtin.transformers_family.sequence_model import SequenceModel
+from enginectl.builtin.transformers_family.state_model import StateModel
+from enginectl.builtin.transformers_family.states import PLACES, carries_state
 from enginectl.context import BuildContext
 from enginectl.errors import ModelError
-from enginectl.interfaces.model import LayerSpec, ModelFamily, ModelSpec
+from enginectl.interfaces.model import ModelFamily, ModelSpec
 from enginectl.interfaces.weights import Checkpoint
 
 logger = logging.getLogger(__name__)
 
 
+ROUTES: tuple[type[TransformersModel], ...] = (PackedModel, SequenceModel)
+"""Fastest first. Models with a recurrent state have one route of their own."""
+
+
 class TransformersFamily(ModelFamily):
-    """Any decoder-only architecture whose module code calls the attention interface and keeps no state of its own."""
+    """Any decoder-only architecture whose module code calls the attention interface, or keeps its state in a cache."""
 
     def __init__(self) -> None:
         bridge.register()
         probe.register()
 
     def refuses(self, checkpoint: Checkpoint) -> str | None:
-        """Encoder-decoders, multimodal, recurrent and quantised models, and code that bypasses the interface."""
+        """Encoder-decoders, multimodal and quantised models, and code that keeps state where nobody finds it."""
         return refusal(checkpoint.config)
 
     def spec(self, checkpoint: Checkpoint, ctx: BuildContext) -> ModelSpec:
         """Probes the model on the meta device: exact shapes and windows, no weights, a fraction of a second."""
-        if (reason := self.refuses(checkpoint)) is not None:
-            raise ModelError(f"{checkpoint.path}: {reason}")
-        dtype = dtype_named(ctx.dtype)
-        try:
-            module = meta_module(checkpoint, dtype, probe.NAME)
-            calls = probe.probe(module, device="meta")
-        except Exception as error:
-            what = error if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-            raise ModelError(f"{checkpoint.path}: {architecture(checkpoint)} cannot be served: {what}") from error
-        return spec_of(checkpoint, ctx, module, tuple(call.layer for call in calls))
+        return self._look_ahead(checkpoint, ctx)[1]
 
     def load(self, checkpoint: Checkpoint, ctx: BuildContext) -> TransformersModel:
-        """Load, probe again with the weights in place, compare with `spec`, and check against a stock forward."""
-        expected = self.spec(checkpoint, ctx)
-        dtype = dtype_named(ctx.dtype)
-        module = load_module(checkpoint, dtype, ctx.device, probe.NAME)
-        calls = probe.probe(module, device=ctx.device)
-        found = spec_of(checkpoint, ctx, module, tuple(call.layer for call in calls))
-        check_agreement(checkpoint, expected, found)
-        module.set_attn_implementation(bridge.NAME)
-        model = TransformersModel(module, found, calls)
-        difference = self_check(model, device=ctx.device, dtype=dtype)
+        """Load, and take the first route by which the model says what the library's own forward says."""
+        routes, expected = self._look_ahead(checkpoint, ctx)
+        module = load_module(checkpoint, dtype_named(ctx.dtype), ctx.device, routes[0].probing)
+        freeze_rotary(module, expected.max_model_len)
+        reasons = []
+        for route in routes:
+            try:
+                return self._serve(route, module, checkpoint, ctx, expected)
+            except ModelError as error:
+                reasons.append(f"{route.route}: {error}")
+                logger.info("%s: not %s", expected.architecture, reasons[-1])
+        raise ModelError(f"{checkpoint.path}: {architecture(checkpoint)} cannot be served ({'; '.join(reasons)})")
+
+    def _look_ahead(
+        self, checkpoint: Checkpoint, ctx: BuildContext
+    ) -> tuple[tuple[type[TransformersModel], ...], ModelSpec]:
+        """The routes that are left after a probe without weights, and what the first of them found."""
+        if (reason := self.refuses(checkpoint)) is not None:
+            raise ModelError(f"{checkpoint.path}: {reason}")
+        routes = (StateModel,) if carries_state(config_object(checkpoint)) else ROUTES
+        reasons, dtype = [], dtype_named(ctx.dtype)
+        for number, route in enumerate(routes):
+            try:
+                module = meta_module(checkpoint, dtype, route.probing)
+                found = route.examine(module, device="meta")
+            except Exception as error:
+                what = error if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+                reasons.append(f"{route.route}: {what}")
+            else:
+                return routes[number:], spec_of(checkpoint, ctx, module, found)
+        raise ModelError(f"{checkpoint.path}: {architecture(checkpoint)} cannot be served ({'; '.join(reasons)})")
+
+    def _serve(
+        self,
+        route: type[TransformersModel],
+        module: Any,
+        checkpoint: Checkpoint,
+        ctx: BuildContext,
+        expected: ModelSpec,
+    ) -> TransformersModel:
+        """The model by one route: probed with the weights in place, compared with `spec`, and checked."""
+        if module.config._attn_implementation != (wanted := route.probing(module)):
+            module.set_attn_implementation(wanted)
+        found = route.examine(module, device=ctx.device)
+        spec = spec_of(checkpoint, ctx, module, found)
+        check_agreement(checkpoint, expected, spec)
+        model = route(module, spec, found)
+        try:
+            difference = self_check(model, device=ctx.device, dtype=dtype_named(ctx.dtype))
+        except ModelError:
+            model.release()
+            raise
         logger.info(
-            "%s: %d attention layers, packed; relative difference from the stock forward %.1e",
-            found.architecture,
-            len(found.layers),
+            "%s: %d attention layers, %s; relative difference from the stock forward %.1e",
+            spec.architecture,
+            len(spec.layers),
+            route.route,
             difference,
         )
         return model
@@ -78,18 +120,20 @@ def architecture(checkpoint: Checkpoint) -> str:
     return str(names[0])
 
 
-def spec_of(checkpoint: Checkpoint, ctx: BuildContext, module: Any, layers: tuple[LayerSpec, ...]) -> ModelSpec:
-    """The specification of a module whose layers have been probed."""
+def spec_of(checkpoint: Checkpoint, ctx: BuildContext, module: Any, found: Probe) -> ModelSpec:
+    """The specification of a module that has been probed."""
     config = module.config.get_text_config()
     parameters = list(module.parameters())  # shared ones once
     return ModelSpec(
         architecture=architecture(checkpoint),
-        layers=layers,
+        layers=found.layers,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         max_model_len=longest_context(checkpoint, ctx),
         num_parameters=sum(p.numel() for p in parameters),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        state_bytes_per_row=PLACES * sum(state.num_bytes for state in found.states),
+        takes_chunks=config.model_type not in WHOLE_PROMPTS,
     )
 
 
@@ -103,15 +147,28 @@ def longest_context(checkpoint: Checkpoint, ctx: BuildContext) -> int:
         if longest is None and asked is None:
             raise ModelError(f"{checkpoint.path}: the configuration states no longest context; pass --max-model-len")
         return int(longest or asked or 0)
-    tokens, reason = limit
-    if asked is not None and asked > tokens:
+    most = limit.frozen or limit.exact
+    if asked is not None and asked > most:
         raise ModelError(
-            f"{checkpoint.path}: --max-model-len {asked} was asked for, but {reason}, "
-            f"so that only {tokens} tokens are exact; pass --max-model-len {tokens} or less"
+            f"{checkpoint.path}: --max-model-len {asked} was asked for, but {limit.reason}, "
+            f"so that only {most} tokens can be computed; pass --max-model-len {most} or less"
         )
-    if longest is not None and longest > tokens:
-        logger.warning("%s: context limited to %d of %d tokens: %s", checkpoint.path, tokens, longest, reason)
-    return min(tokens, int(longest or tokens))
+    if asked is not None and asked > limit.exact:
+        logger.warning(
+            "%s: %s; here every request gets those of %d tokens, as asked for, and short ones differ a little from "
+            "the library's own. Up to --max-model-len %d they do not",
+            checkpoint.path,
+            limit.reason,
+            asked,
+            limit.exact,
+        )
+        return asked
+    if longest is not None and longest > limit.exact:
+        way_out = f". Ask for more with --max-model-len, up to {most}" if most > limit.exact else ""
+        logger.warning(
+            "%s: context limited to %d of %d tokens: %s%s", checkpoint.path, limit.exact, longest, limit.reason, way_out
+        )
+    return min(limit.exact, int(longest or limit.exact))
 
 
 def check_agreement(checkpoint: Checkpoint, expected: ModelSpec, found: ModelSpec) -> None:
@@ -123,4 +180,9 @@ def check_agreement(checkpoint: Checkpoint, expected: ModelSpec, found: ModelSpe
         raise ModelError(
             f"{checkpoint.path}: {len(expected.layers)} attention calls were expected, the model makes "
             f"{len(found.layers)}"
+        )
+    if expected.state_bytes_per_row != found.state_bytes_per_row:
+        raise ModelError(
+            f"{checkpoint.path}: {expected.state_bytes_per_row} bytes of state a row were expected, the model keeps "
+            f"{found.state_bytes_per_row}"
         )

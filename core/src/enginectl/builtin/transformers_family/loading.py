@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as library_logging
 
 from enginectl.errors import ModelError
@@ -20,27 +21,71 @@ MAX_NAMED = 5
 
 def config_object(checkpoint: Checkpoint) -> Any:
     """The library's configuration of the checkpoint; a new object each time, since loading writes to it."""
-    values = dict(checkpoint.config)
+    values = plain_floats(checkpoint.config)
     return CONFIG_MAPPING[values["model_type"]].from_dict(values)
 
 
-def meta_module(checkpoint: Checkpoint, dtype: torch.dtype, implementation: str) -> Any:
-    """The model without weights: shapes only, for the probe."""
+def plain_floats(value: Any) -> Any:
+    """A copy in which infinities, which the library writes as `{"__float__": "Infinity"}`, are numbers."""
+    if isinstance(value, dict):
+        return (
+            float(value["__float__"])
+            if value.keys() == {"__float__"}
+            else {k: plain_floats(v) for k, v in value.items()}
+        )
+    return [plain_floats(each) for each in value] if isinstance(value, list) else value
+
+
+def meta_module(checkpoint: Checkpoint, dtype: torch.dtype, implementation: Callable[[Any], str]) -> Any:
+    """The model without weights: shapes only, for the probe. implementation: of attention, for a model class."""
     config = config_object(checkpoint)
     # The other expert kernels read how many tokens each expert has, and there is no data to read.
     config._experts_implementation = "batched_mm"
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
-        module = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(
-            config, attn_implementation=implementation, dtype=dtype
-        )
-    for part in module.modules():
-        kind = getattr(part, "rope_type", "")
-        if "dynamic" in str(kind) or "longrope" in str(kind):  # they would read the longest position of the batch
-            part.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+        module = cls._from_config(config, attn_implementation=implementation(cls), dtype=dtype)
+    for part in following_rotary(module):  # there are no positions to read
+        stop_following(part)
     return module.eval()
 
 
-def load_module(checkpoint: Checkpoint, dtype: torch.dtype, device: str, implementation: str) -> Any:
+def freeze_rotary(module: Any, max_model_len: int) -> None:
+    """Frequencies that would follow the longest position of each batch stay those of `max_model_len` tokens."""
+    for part in following_rotary(module):
+        kinds = part.rope_type if isinstance(part.rope_type, dict) else {None: part.rope_type}
+        for layer_type, kind in kinds.items():
+            if not follows(kind):
+                continue
+            prefix, which = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
+            held = getattr(part, f"{prefix}inv_freq")
+            found, scaling = ROPE_INIT_FUNCTIONS[kind](part.config, held.device, seq_len=max_model_len, **which)
+            part.register_buffer(f"{prefix}inv_freq", found.to(held.dtype), persistent=False)
+            setattr(part, f"{prefix}attention_scaling", scaling)
+        stop_following(part)
+
+
+def follows(kind: str) -> bool:
+    """Whether RoPE of this kind takes its frequencies from the longest position it is shown."""
+    return "dynamic" in kind or kind == "longrope"
+
+
+def following_rotary(module: nn.Module) -> list[Any]:
+    """The rotary embeddings that do, for one kind of layer at least."""
+    found = []
+    for part in module.modules():
+        kind = getattr(part, "rope_type", None)
+        if any(follows(str(each)) for each in (kind.values() if isinstance(kind, dict) else [kind])):
+            found.append(part)
+    return found
+
+
+def stop_following(part: Any) -> None:
+    """Keep the frequencies that the embedding has."""
+    kind = part.rope_type
+    part.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+
+
+def load_module(checkpoint: Checkpoint, dtype: torch.dtype, device: str, implementation: Callable[[Any], str]) -> Any:
     """The model with its weights on the device.
 
     A directory of safetensors is mapped into memory; other formats give their tensors one by one. Both go through
@@ -55,7 +100,7 @@ def load_module(checkpoint: Checkpoint, dtype: torch.dtype, device: str, impleme
             str(checkpoint.path) if mapped else None,
             config=config,
             dtype=dtype,
-            attn_implementation=implementation,
+            attn_implementation=implementation(cls),
             local_files_only=True,
             output_loading_info=True,
             **source,

@@ -1,42 +1,61 @@
-"""A loaded transformers model behind the `Model` contract."""
+"""A loaded transformers model behind the `Model` contract: what all routes share, and the packed one."""
 
 from __future__ import annotations
 
+import inspect
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from enginectl.builtin.transformers_family import bridge
+from enginectl.builtin.transformers_family import bridge, probe
 from enginectl.builtin.transformers_family.head import Float32Head
-from enginectl.builtin.transformers_family.probe import Call
+from enginectl.builtin.transformers_family.probe import Probe
 from enginectl.builtin.transformers_family.sites import Sites
 from enginectl.interfaces.attention import AttentionBackend
 from enginectl.interfaces.model import ForwardInput, Kept, LinearSite, Model, ModelSpec
 
 
 class TransformersModel(Model):
-    """Packed sequences through the library's own module code. `module` is the PreTrainedModel.
+    """The library's own module code. `module` is the PreTrainedModel.
 
-    route: how sequences reach the module code, a word for logs and tables.
+    route: how sequences reach the module code, a word for logs and tables. implementation: what the module's attention
+    is set to while it serves, and stock for a forward of the library's own to compare with.
     """
 
-    route: str = "packed"
+    route: str
+    implementation: str = bridge.NAME
+    stock: str = "eager"
 
-    def __init__(self, module: Any, spec: ModelSpec, calls: list[Call]) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, found: Probe) -> None:
         self.module = module
         self.spec = spec
-        self._step = bridge.Step()
-        self._repeating = bridge.connect([call.module for call in calls], self._step)
         head = cast("nn.Module | None", module.get_output_embeddings())
         assert head is not None, f"{spec.architecture} has no output embeddings"
         if type(head) is nn.Linear:
             head = Float32Head(head)
             module.set_output_embeddings(head)
+        self._head = head
         self._hidden: Tensor | None = None
-        self._sites = Sites(module, head)
-        head.register_forward_pre_hook(self._keep_hidden)
+        self._hook = head.register_forward_pre_hook(self._keep_hidden)
+        self._step = bridge.Step()
+        self._repeating = bridge.connect(found.callers, self._step)
+
+    @classmethod
+    def probing(cls, model_class: Any) -> str:
+        """What the attention of such a module is set to when it is examined."""
+        return probe.NAME
+
+    @classmethod
+    @abstractmethod
+    def examine(cls, module: Any, *, device: str) -> Probe:
+        """What the module, set to `probing`, does in one tiny forward. Raises ModelError if this route is not for it."""
+
+    def release(self) -> None:
+        """Take back what was put on the module, for another route to have it."""
+        self._hook.remove()
 
     def _keep_hidden(self, _head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self._hidden = inputs[0].flatten(0, -2)
@@ -44,29 +63,8 @@ class TransformersModel(Model):
     def use_attention(self, attention: AttentionBackend) -> None:
         """Call this backend in every layer from now on."""
         self._step.backend = attention
-        if self.module.config._attn_implementation != bridge.NAME:
-            self.module.set_attn_implementation(bridge.NAME)
-
-    def linear_sites(self) -> Sequence[LinearSite]:
-        """Every linear module but the head and what is in a mixture."""
-        return self._sites.found
-
-    def forward(self, step: ForwardInput) -> Kept:
-        """One packed forward. The head computes the kept rows' logits, soft cap and scaling included."""
-        self._sites.switch(step.adapter_slots is not None)
-        self._step.plan = step.plan
-        for site in self._repeating:
-            site.turn = 0
-        try:
-            out = self.module(
-                input_ids=step.token_ids.unsqueeze(0),
-                position_ids=step.positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=step.keep,
-            )
-            return Kept(hidden=self._hidden, logits=out.logits[0].float())
-        finally:
-            self._step.plan = self._hidden = None
+        if self.module.config._attn_implementation != self.implementation:
+            self.module.set_attn_implementation(self.implementation)
 
     def logits(self, kept: Kept, rows: Tensor | None = None) -> Tensor:
         """A copy of the forward's logits, which the caller may change."""
@@ -78,3 +76,50 @@ class TransformersModel(Model):
         assert kept.logits is not None, "these rows are not from this model's forward"
         best = torch.argmax(kept.logits, dim=-1)
         return best if rows is None else best.index_select(0, rows)
+
+    def _call(self, plan: Any, **inputs: Any) -> Kept:
+        """One forward of the module: the kept rows' hidden states and logits, soft cap and scaling included."""
+        self._step.plan = plan
+        for site in self._repeating:
+            site.turn = 0
+        try:
+            out = self.module(**inputs)
+            return Kept(hidden=self._hidden, logits=out.logits.flatten(0, -2).float())
+        finally:
+            self._step.plan = self._hidden = None
+
+
+class PackedModel(TransformersModel):
+    """All tokens of a step as one sequence, which paged attention takes apart. Nothing else may mix them."""
+
+    route = "packed"
+
+    def __init__(self, module: Any, spec: ModelSpec, found: Probe) -> None:
+        super().__init__(module, spec, found)
+        self._sites = Sites(module, self._head)
+
+    @classmethod
+    def examine(cls, module: Any, *, device: str) -> Probe:
+        """Every layer must call the attention interface."""
+        return probe.probe(module, device=device)
+
+    def linear_sites(self) -> Sequence[LinearSite]:
+        """Every linear module but the head and what is in a mixture."""
+        return self._sites.found
+
+    def forward(self, step: ForwardInput) -> Kept:
+        """One packed forward."""
+        self._sites.switch(step.adapter_slots is not None)
+        return self._call(
+            step.plan,
+            input_ids=step.token_ids.unsqueeze(0),
+            position_ids=step.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=step.keep,
+        )
+
+
+def cache_argument(module: Any) -> str:
+    """What the module's forward calls its cache: the library has renamed it."""
+    names = inspect.signature(module.forward).parameters
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in names), "cache")

@@ -7,6 +7,7 @@ The same forward on the meta device tells it without a weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,18 +43,36 @@ class Mask:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One attention call of the forward: the module that made it and what it asked for."""
+class StateShape:
+    """One tensor that a layer keeps of each sequence. kind: "conv" or "recurrent"; index: which of the layer's."""
 
-    module: nn.Module
-    layer: LayerSpec
+    layer: int
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one sequence."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one forward showed: its attention layers, the module that calls attention for each, and other state."""
+
+    layers: tuple[LayerSpec, ...]
+    callers: tuple[nn.Module, ...] = ()
+    states: tuple[StateShape, ...] = ()
 
 
 class Log:
     """Lies on the modules of the model that is probed and collects their calls."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.layers: list[LayerSpec] = []
+        self.callers: list[nn.Module] = []
 
 
 def describe_mask(**kwargs: Any) -> Mask:
@@ -81,7 +100,8 @@ def record(
         soft_cap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux") is not None,
     )
-    log.calls.append(Call(module, layer))
+    log.layers.append(layer)
+    log.callers.append(module)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -116,30 +136,42 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, describe_mask)
 
 
-def probe(model: Any, *, device: str) -> list[Call]:
+def probe(model: Any, *, device: str) -> Probe:
     """Run two tokens through a model that is set to `NAME`; device "meta" needs no weights.
 
-    Returns its attention calls in order. Raises ModelError if attention never arrives.
+    Raises ModelError if a layer's attention does not arrive.
     """
+    inputs = probe_inputs(device) | {"use_cache": False}
+    if device == "meta":  # positions have no data there, so a padding mask says that they are one sequence
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    log = run(model, inputs)
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    check_count(len(log.layers), max(1, num_layers))
+    return Probe(tuple(log.layers), tuple(log.callers))
+
+
+def run(model: Any, inputs: dict[str, Any]) -> Log:
+    """One forward with a log on every module. Returns its attention calls in order."""
     log = Log()
     for module in model.modules():
         module._enginectl = log
     try:
         with torch.inference_mode():
-            model(**probe_inputs(device))
+            model(**inputs)
     finally:
         for module in model.modules():
             del module._enginectl
-    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    if len(log.calls) < max(1, num_layers):
-        raise ModelError(f"only {len(log.calls)} of its {num_layers} layers call the attention interface")
-    return log.calls
+    return log
+
+
+def check_count(num_found: int, num_expected: int) -> None:
+    """Raise ModelError if layers attend by themselves."""
+    if num_found < num_expected:
+        raise ModelError(f"only {num_found} of its {num_expected} layers call the attention interface")
 
 
 def probe_inputs(device: str) -> dict[str, Any]:
-    """Two tokens. Without data their positions cannot be read, so a padding mask says that they are one sequence."""
+    """Two tokens, of which the first's logits are wanted."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-    positions = torch.arange(2, device=device).unsqueeze(0)
     keep = torch.zeros(1, dtype=torch.long, device=device)
-    inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False, "logits_to_keep": keep}
-    return inputs | ({"attention_mask": torch.ones_like(ids)} if device == "meta" else {})
+    return {"input_ids": ids, "position_ids": torch.arange(2, device=device).unsqueeze(0), "logits_to_keep": keep}

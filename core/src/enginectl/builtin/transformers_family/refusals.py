@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -9,44 +10,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from enginectl.errors import nearest
 
-_STATE = "it carries a recurrent state from token to token, which packed sequences would mix"
-_OWN_ATTENTION = "its module code does not call the attention interface of transformers"
 _PRIVATE_STATE = "it keeps state of its own between forwards"
 
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        [
-            "bamba",
-            "falcon_h1",
-            "falcon_mamba",
-            "granitemoehybrid",
-            "jamba",
-            "kimi_linear",
-            "lfm2",
-            "lfm2_moe",
-            "mamba",
-            "mamba2",
-            "nemotron_h",
-            "olmo_hybrid",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen3_5_text",
-            "qwen3_5_moe_text",
-            "qwen3_next",
-            "recurrent_gemma",
-            "rwkv",
-            "xlstm",
-            "zamba",
-            "zamba2",
-        ],
-        _STATE,
-    ),
-    **dict.fromkeys(
-        ["bloom", "codegen", "ctrl", "doge", "falcon", "gpt_neo", "mpt", "xglm", "xlnet", "openai-gpt"], _OWN_ATTENTION
-    ),
-    **dict.fromkeys(["minimax", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"], _PRIVATE_STATE),
-}
+REFUSED: dict[str, str] = dict.fromkeys(
+    ["deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax", "recurrent_gemma", "rwkv", "xlnet", "xlstm"],
+    _PRIVATE_STATE,
+)
 """Model type to reason. What is not here is judged by the probe and the self-check when it is loaded."""
+
+WHOLE_PROMPTS = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
+"""Model types whose module code starts a scan of several tokens without the state before them."""
 
 _MODALITIES = ("vision_config", "audio_config", "image_config", "video_config", "speech_config")
 
@@ -68,14 +41,25 @@ def refusal(config: dict[str, Any]) -> str | None:
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return f"{named} has no causal language model in transformers"
     if (reason := REFUSED.get(model_type)) is not None:
-        return f"{named} cannot run packed: {reason}"
+        return f"{named} cannot be served: {reason}"
     if method := (config.get("quantization_config") or {}).get("quant_method"):
         return f"{named} is quantised with {method!r}, which this family does not load"
     return None
 
 
-def exact_limit(config: Any) -> tuple[int, str] | None:
-    """(tokens, reason) beyond which the module code computes a token by what else is in the batch, or None.
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Up to `exact` tokens a model computes each token by what is before it. Up to `frozen`, None for no further, it
+    does so once its frequencies are frozen. reason: what it does otherwise.
+    """
+
+    exact: int
+    frozen: int | None
+    reason: str
+
+
+def exact_limit(config: Any) -> Limit | None:
+    """Where the module code starts to compute a token by what else is in the batch, or None if it never does.
 
     config: the configuration object of the text model.
     """
@@ -85,9 +69,12 @@ def exact_limit(config: Any) -> tuple[int, str] | None:
         kind = section.get("rope_type", "default")
         reason = f"{kind} RoPE takes its frequencies from the longest sequence of a batch"
         if kind == "longrope":
-            return int(section["original_max_position_embeddings"]), reason
+            exact = int(section["original_max_position_embeddings"])
+            return Limit(exact, int(longest or exact), reason)
         if "dynamic" in kind and longest is not None:
-            return int(longest), reason
+            return Limit(int(longest), int(longest * section.get("factor", 1.0)), reason)
+    if kept := getattr(config, "keep_window_size", None):
+        return Limit(int(kept), None, "beyond, what its dynamic mask keeps is not the same with and without a cache")
     if getattr(config, "attn_temperature_tuning", False) and (floor := getattr(config, "floor_scale", None)):
-        return int(floor), "attention temperature tuning ignores the positions of packed sequences"
+        return Limit(int(floor), None, "attention temperature tuning ignores the positions of packed sequences")
     return None
