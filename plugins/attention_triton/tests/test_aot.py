@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed")
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+IS_OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 KERNELS = ["attend", "join", "write", "rms_norm", "gated", "rope", "argmax_pieces", "argmax_join", "sample"]
 ONE_OF_EACH = r"8x4x128 bf|4x7x128 bf|write|rms_norm 4096 \+|gated silu|rope \+|argmax|sample"
@@ -30,7 +32,8 @@ def check(found: list[dict[str, Any]]) -> None:
     limits = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}
     for one in found:
         assert one["shared_bytes"] <= limits[one["capability"]], one
-        assert not one["spill_bytes"], one
+        # By triton 3.6 one kernel in fp32, for which there are no exact tensor cores, spills 8 bytes.
+        assert (one["spill_bytes"] or 0) <= (8 if IS_OLD and "float32" in one["name"] else 0), one
         assert one["registers"] is None or 0 < one["registers"] <= 255, one
 
 
