@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +19,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from enginectl import Engine, SamplingParams
+from enginectl.engine.control import ControlDesk, NotYet
 from enginectl.engine.router import Ticket
 from enginectl.errors import NotFoundError, RequestError
-from enginectl.testing.tiny_adapters import greedy, save_adapter
+from enginectl.testing.tiny_adapters import save_adapter
 from enginectl.testing.tiny_models import save_tiny_model, tiny_model
+from enginectl_lora_sgmv.library import Library, PreparedAdapter
 
-NUM_ADAPTERS, NUM_SLOTS = 40, 4
-NUM_TOKENS = 8
+NUM_VERSIONS, NUM_SLOTS = 48, 4
+NUM_TOKENS = 6
 SIGN = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -29,24 +36,35 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("root")
 
 
-@pytest.fixture(scope="module")
-def versions(root: Path) -> list[Path]:
-    """Twice as many as names, each name has a first and a second version; of four kinds, with numbers of their own."""
-    kinds = ((4, ["q_proj", "v_proj"]), (8, "all-linear"), (12, ["down_proj"]), (16, ["gate_proj", "o_proj"]))
-    made = [
-        save_adapter("llama", root / f"kind{i}", r=rank, lora_alpha=32, target_modules=modules)
-        for i, (rank, modules) in enumerate(kinds)
+KINDS = ((4, ["q_proj", "v_proj"]), (8, "all-linear"), (12, ["down_proj"]), (16, ["gate_proj", "o_proj"]))
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def write_versions(directory: Path, count: int) -> list[Path]:
+    """Checkpoints of four kinds in turn. PEFT saves one of each kind; each version has numbers of its own."""
+    kinds = [
+        save_adapter("llama", directory / f"kind{i}", r=rank, lora_alpha=32, target_modules=modules)
+        for i, (rank, modules) in enumerate(KINDS)
     ]
+    tensors = [load_file(kind / WEIGHTS) for kind in kinds]
     found = []
-    for i in range(2 * NUM_ADAPTERS):
-        kind, random = made[i % len(made)], torch.Generator().manual_seed(i)
-        path = shutil.copytree(kind, root / str(i))
-        tensors = load_file(kind / "adapter_model.safetensors")
-        for name, tensor in tensors.items():
-            tensors[name] = torch.randn(tensor.shape, generator=random) / tensor.shape[1] ** 0.5
-        save_file(tensors, path / "adapter_model.safetensors")
+    for i in range(count):
+        random = torch.Generator().manual_seed(i)
+        path = directory / str(i)
+        path.mkdir()
+        shutil.copy(kinds[i % len(KINDS)] / CONFIG, path)
+        own = {
+            name: torch.randn(tensor.shape, generator=random) / tensor.shape[1] ** 0.5
+            for name, tensor in tensors[i % len(KINDS)].items()
+        }
+        save_file(own, path / WEIGHTS)
         found.append(path)
     return found
+
+
+@pytest.fixture(scope="module")
+def versions(root: Path) -> list[Path]:
+    return write_versions(root, NUM_VERSIONS)
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +72,33 @@ def prompt() -> list[int]:
     return np.random.default_rng(4).integers(3, 250, 20).tolist()
 
 
-@pytest.fixture(scope="module")
-def signatures(versions: list[Path], prompt: list[int]) -> list[list[int]]:
-    """What each version makes of the prompt: no two make the same."""
+def sign(module: Any, prompt: list[int]) -> list[int]:
+    """A whole forward a token: less than `generate` costs, for so few."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            tokens.append(int(module(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def sign_all(versions: list[Path], prompt: list[int]) -> list[list[int]]:
+    """What PEFT makes of the prompt with each version, and last the base: no two make the same."""
     from peft import PeftModel, set_peft_model_state_dict
 
     found: list[list[int]] = [[]] * len(versions)
-    for kind in range(4):
+    for kind in range(len(KINDS)):
         module = PeftModel.from_pretrained(tiny_model("llama"), versions[kind]).eval()
-        for i in range(kind, len(versions), 4):
-            set_peft_model_state_dict(module, load_file(versions[i] / "adapter_model.safetensors"))
-            found[i] = greedy(module, [prompt], NUM_TOKENS)[0]
-    found += greedy(tiny_model("llama"), [prompt], NUM_TOKENS)
+        for i in range(kind, len(versions), len(KINDS)):
+            set_peft_model_state_dict(module, load_file(versions[i] / WEIGHTS))
+            found[i] = sign(module, prompt)
+    found.append(sign(tiny_model("llama"), prompt))
     assert len({tuple(tokens) for tokens in found}) == len(found)
     return found
+
+
+@pytest.fixture(scope="module")
+def signatures(versions: list[Path], prompt: list[int]) -> list[list[int]]:
+    return sign_all(versions, prompt)
 
 
 @pytest.fixture
@@ -117,70 +148,187 @@ def finish(engine: Engine, *tickets: Ticket, max_steps: int = 3000) -> list[dict
     return found
 
 
-@pytest.mark.parametrize("engine", [{"overlap_depth": 0}, {"overlap_depth": 1, "max_cpu_loras": 6}], indirect=True)
+def schedule(num_adapters: int, random: np.random.Generator) -> list[str]:
+    """What is done, in turn: so many of each kind, however long answers take. Names are loaded before others go, and go
+    before they are restored.
+    """
+    counts = Counter(load=num_adapters - 8, replace=num_adapters // 2, ask=num_adapters, ask_base=num_adapters // 8)
+    counts["turn"] = num_adapters * 3 // 4
+    turns = cycle(["unload", "restore", "unload"])
+    later = random.permutation(sorted(counts.elements())).tolist()
+    return ["load"] * 8 + [next(turns) if kind == "turn" else kind for kind in later]
+
+
+@dataclass
+class Traffic:
+    """Who has which version now, and all it had; what is open, with the name, and how many versions that had then."""
+
+    engine: Engine
+    versions: list[Path]
+    signatures: list[list[int]]
+    prompt: list[int]
+    random: np.random.Generator
+    current: dict[int, int] = field(default_factory=dict)
+    history: dict[int, list[int]] = field(default_factory=dict)
+    opened: list[tuple[Ticket, int | None, int]] = field(default_factory=list)
+    num_answered: int = 0
+
+    def act(self, kind: str) -> None:
+        """On a name of those for which it can be done."""
+        if kind in ("load", "restore"):
+            gone = sorted(self.history.keys() - self.current.keys())
+            self._load(len(self.history) if kind == "load" else self._pick(gone))
+        elif kind == "replace":
+            self._load(self._pick(self.current))
+        elif kind == "unload":
+            self.unload(self._pick(self.current))
+        else:
+            self._ask(self._pick(self.current) if kind == "ask" else None)
+
+    def _pick(self, names: Iterable[int]) -> int:
+        return int(self.random.choice(list(names)))
+
+    def _load(self, name: int) -> None:
+        """A version that no other name has, in place if the name has one."""
+        version = self._pick(sorted(set(range(len(self.versions))) - set(self.current.values())))
+        self.engine.load_adapter(f"a{name}", str(self.versions[version]), replace=name in self.current)
+        self.current[name] = version
+        self.history.setdefault(name, []).append(version)
+
+    def unload(self, name: int) -> None:
+        del self.current[name]
+        self.engine.unload_adapter(f"a{name}")
+
+    def _ask(self, name: int | None) -> None:
+        ticket = ask(self.engine, self.prompt, None if name is None else f"a{name}")
+        self.opened.append((ticket, name, 0 if name is None else len(self.history[name]) - 1))
+
+    def check_done(self) -> None:
+        """Signed by the version that was current when it was asked, or, where it waited, one after that."""
+        for entry in [entry for entry in self.opened if entry[0].is_done]:
+            self.opened.remove(entry)
+            ticket, name, seen = entry
+            (tokens,) = finish(self.engine, ticket)
+            known = [-1] if name is None else self.history[name][seen:]
+            assert tokens[0] in [self.signatures[version] for version in known]
+            self.num_answered += 1
+
+
+def check_traffic(
+    engine: Engine, versions: list[Path], signatures: list[list[int]], prompt: list[int], num_adapters: int
+) -> None:
+    """Loads, replacements, unloads and evictions, a step after each: every answer is signed by its own adapter."""
+    random = np.random.default_rng(8)
+    traffic = Traffic(engine, versions, signatures, prompt, random)
+    backend, num_alive = engine._assembled.parts["adapter"], num_prepared()
+    contents: set[Any] = set()
+
+    def step() -> None:
+        engine._step()
+        contents.update(slot.content for slot in backend.table.slots)
+        assert backend.library.num_weights <= max(NUM_SLOTS, engine.config.max_cpu_loras or 0)
+        traffic.check_done()
+
+    for kind in schedule(num_adapters, random):
+        traffic.act(kind)
+        step()
+        while len(traffic.opened) >= 16:
+            step()
+    while traffic.opened:
+        step()
+    assert traffic.num_answered == num_adapters + num_adapters // 8
+    assert len(contents) > num_adapters / 4, "slots changed hands"
+    assert len(engine.adapters) == len(traffic.current) == num_adapters * 3 // 4
+    check_nothing_stays(engine, traffic)
+    assert num_prepared() <= num_alive, "weights of adapters that were outlive them"
+
+
+DEPTHS = pytest.mark.parametrize(
+    "engine", [{"overlap_depth": 0}, {"overlap_depth": 1, "max_cpu_loras": 6}], indirect=True, ids=["depth0", "depth1"]
+)
+
+
+@DEPTHS
 def test_forty_adapters_through_four_slots_under_traffic(
     engine: Engine, versions: list[Path], signatures: list[list[int]], prompt: list[int]
 ) -> None:
-    """Loads, replacements and unloads at random: every answer is signed by the version that was current when it began,
-    or, where it waited meanwhile, when it was admitted. Laws 20 and 21.
-    """
-    random = np.random.default_rng(8)
-    current: dict[int, int] = {}
-    history: dict[int, list[int]] = {}
-    open_requests: list[tuple[Ticket, int | None, int]] = []
-    counts = {"load": 0, "replace": 0, "unload": 0, "answers": 0}
-    backend = engine._assembled.parts["adapter"]
-    for _ in range(900):
-        chance = random.random()
-        name = int(random.integers(NUM_ADAPTERS))
-        if chance < 0.12 and name not in current:
-            current[name] = name
-            engine.load_adapter(f"a{name}", str(versions[name]))
-            history.setdefault(name, []).append(name)
-            counts["load"] += 1
-        elif chance < 0.18 and name in current:
-            current[name] = (current[name] + NUM_ADAPTERS) % (2 * NUM_ADAPTERS)
-            engine.load_adapter(f"a{name}", str(versions[current[name]]), replace=True)
-            history[name].append(current[name])
-            counts["replace"] += 1
-        elif chance < 0.2 and name in current:
-            del current[name]
-            engine.unload_adapter(f"a{name}")
-            counts["unload"] += 1
-        elif chance < 0.6 and len(open_requests) < 24:
-            choice = int(random.choice(list(current))) if current and chance < 0.55 else None
-            ticket = ask(engine, prompt, None if choice is None else f"a{choice}")
-            open_requests.append((ticket, choice, 0 if choice is None else len(history[choice]) - 1))
-        engine._step()
-        assert sum(slot.references > 0 for slot in backend.table.slots) <= NUM_SLOTS
-        for entry in [entry for entry in open_requests if entry[0].is_done]:
-            open_requests.remove(entry)
-            check(engine, entry, history, signatures)
-            counts["answers"] += 1
-    for entry in open_requests:
-        finish_one(engine, entry[0])
-        check(engine, entry, history, signatures)
-    assert min(counts.values()) > 8, counts
-    assert len(engine.adapters) == len(current) > NUM_SLOTS
+    """Laws 20, 21."""
+    check_traffic(engine, versions, signatures, prompt, 40)
 
 
-def finish_one(engine: Engine, ticket: Ticket) -> None:
-    for _ in range(3000):
-        if ticket.is_done:
-            return
-        engine._step()
-    pytest.fail("it never ends")
-
-
-def check(
-    engine: Engine,
-    entry: tuple[Ticket, int | None, int],
-    history: dict[int, list[int]],
-    signatures: list[list[int]],
+@pytest.mark.slow
+@DEPTHS
+def test_two_hundred_adapters_through_four_slots_under_traffic(
+    engine: Engine, root: Path, prompt: list[int], tmp_path: Path
 ) -> None:
-    (tokens,) = finish(engine, entry[0])
-    allowed = [signatures[-1]] if entry[1] is None else [signatures[v] for v in history[entry[1]][entry[2] :]]
-    assert tokens[0] in allowed
+    """Laws 20, 21."""
+    versions = write_versions(root / tmp_path.name, 208)
+    check_traffic(engine, versions, sign_all(versions, prompt), prompt, 200)
+
+
+def num_prepared() -> int:
+    """Adapters whose weights are anywhere in this process."""
+    gc.collect()
+    return sum(type(found) is PreparedAdapter for found in gc.get_objects())
+
+
+def check_nothing_stays(engine: Engine, traffic: Traffic) -> None:
+    """Once all are unloaded: no names, no weights, nothing that is being read."""
+    library = engine._assembled.parts["adapter"].library
+    for name in list(traffic.current):
+        traffic.unload(name)
+    assert (library.num_weights, library._known, library._ahead, library._again) == (0, {}, {}, {})
+
+
+class Gate:
+    """Stands in front of the library's reader: says which thread read, and holds it back while it is closed."""
+
+    def __init__(self, library: Library) -> None:
+        self._read, library._read = library._read, self
+        self._open = threading.Event()
+        self.threads: set[str] = set()
+        self.set(is_open=True)
+
+    def set(self, *, is_open: bool) -> None:
+        (self._open.set if is_open else self._open.clear)()
+
+    def __call__(self, path: Path) -> PreparedAdapter:
+        self.threads.add(threading.current_thread().name)
+        assert self._open.wait(60)
+        return self._read(path)
+
+
+@pytest.mark.parametrize(
+    "engine", [{"max_loras": 1, "max_cpu_loras": 1, "overlap_depth": depth} for depth in (0, 1)], indirect=True
+)
+def test_no_step_waits_for_files(
+    engine: Engine, versions: list[Path], signatures: list[list[int]], prompt: list[int]
+) -> None:
+    """A load that is asked for, and weights that left host memory, are read beside the steps: as long as the files give
+    nothing, each step gives other rows a token; then only the copy to the slot is left.
+    """
+    desk, gate = ControlDesk(engine._assembled), Gate(engine._assembled.parts["adapter"].library)
+    for i in range(2):
+        engine.load_adapter(f"a{i}", str(versions[i]))
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    base = ask(engine, prompt, None, params)
+    engine._step()
+    gate.set(is_open=False)
+    evicted = ask(engine, prompt, "a0")
+    load = {"name": "a2", "path": str(versions[2])}
+    for _ in range(20):
+        before = engine.stats().num_generation_tokens
+        with pytest.raises(NotYet):
+            desk.handle("load_adapter", load)
+        engine._step()
+        assert engine.stats().num_generation_tokens == before + 1
+        assert not evicted.take()
+    gate.set(is_open=True)
+    assert finish(engine, evicted)[0][0] == signatures[0]
+    engine.load_adapter("a2", str(versions[2]))
+    assert finish(engine, ask(engine, prompt, "a2"))[0][0] == signatures[2]
+    finish(engine, base)
+    assert all(name.startswith("adapters") for name in gate.threads), "no step, and no control message, reads"
 
 
 def test_unload_takes_effect_after_the_last_use(
@@ -245,8 +393,8 @@ def test_the_version_is_that_of_the_contents(engine: Engine, versions: list[Path
     copy = shutil.copytree(versions[0], root / "copy")
     first, second = engine.load_adapter("a", str(versions[0])), engine.load_adapter("b", str(copy))
     assert first.version == second.version
-    config = json.loads((copy / "adapter_config.json").read_text())
-    (copy / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 33}))
+    config = json.loads((copy / CONFIG).read_text())
+    (copy / CONFIG).write_text(json.dumps(config | {"lora_alpha": 33}))
     third = engine.load_adapter("b", str(copy), replace=True)
     assert third.version != first.version
     assert third.rank == first.rank == 4
@@ -285,8 +433,8 @@ def test_files_that_changed_are_not_read_again_in_silence(
     with Engine(str(tiny("llama")), enable_lora=True, **options) as engine:
         engine.load_adapter("mine", str(copy))
         engine.load_adapter("other", str(versions[1]))
-        shutil.copy(versions[5] / "adapter_model.safetensors", copy)
-        shutil.copy(versions[5] / "adapter_config.json", copy)
+        shutil.copy(versions[5] / WEIGHTS, copy)
+        shutil.copy(versions[5] / CONFIG, copy)
         (output,) = engine.generate([prompt], SIGN, adapter="mine")
         assert output.error is not None
         assert "have changed since it was loaded" in output.error
@@ -306,7 +454,7 @@ def test_what_was_read_for_a_refused_load_is_not_used_later(
         engine.load_adapter("mine", str(copy))
         with pytest.raises(RequestError, match="is loaded"):
             engine.load_adapter("mine", str(copy))
-        for name in ("adapter_model.safetensors", "adapter_config.json"):
+        for name in (WEIGHTS, CONFIG):
             shutil.copy(versions[5] / name, copy)
         engine.load_adapter("mine", str(copy), replace=True)
         assert list(engine.generate([prompt], SIGN, adapter="mine")[0].outputs[0].token_ids) == signatures[5]

@@ -17,19 +17,24 @@ ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_pro
 Tokens = list[list[int]]
 
 
-def save_adapter(base: str, directory: Path, *, seed: int = 0, std: float = 0.2, **config: Any) -> Path:
-    """A random adapter of a tiny model, saved by PEFT. config: fields of LoraConfig."""
+def save_adapter(base: str | Any, directory: Path, *, seed: int = 0, std: float = 0.2, **config: Any) -> Path:
+    """A random adapter, saved by PEFT. base: a tiny model's name, or a module, which is left as it was.
+
+    config: fields of LoraConfig.
+    """
     from peft import LoraConfig, get_peft_model
 
     fields: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION + MLP, "task_type": "CAUSAL_LM"}
     with torch.random.fork_rng(devices=[]):
-        model = get_peft_model(tiny_model(base), LoraConfig(**{**fields, **config}))
+        module = tiny_model(base) if isinstance(base, str) else base
+        model = get_peft_model(module, LoraConfig(**{**fields, **config}))
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=random) * std / parameter.shape[-1] ** 0.5)
     model.save_pretrained(directory, save_embedding_layers=False)
+    model.unload()
     return directory
 
 
