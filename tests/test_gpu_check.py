@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -42,4 +43,32 @@ def test_every_section_runs_without_a_gpu(tmp_path: Path) -> None:
     """All of them, in the order of the table."""
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("dry run: nothing was measured") == 9
+    assert done.stdout.count("dry run: nothing was measured") == 13
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_budget_leaves_sections_out_and_a_second_run_makes_them_up(tmp_path: Path) -> None:
+    """Minutes on a GPU end; what was found is kept."""
+    first = run(tmp_path, "--sections", "environment,conformance", "--budget", "1")
+    assert first.returncode == 1
+    assert first.stdout.count("left out, the budget is used up") == 2
+    again = run(tmp_path, "--sections", "environment")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "== environment" in again.stdout
+
+
+def test_what_a_section_found_before_it_died_is_kept(tmp_path: Path) -> None:
+    """Rows are written as they come; a section that takes too long is recorded with them."""
+    sys.path.insert(0, str(CHECK.parent))
+    try:
+        check = importlib.import_module("check")
+    finally:
+        sys.path.remove(str(CHECK.parent))
+    target = tmp_path / "steps.json"
+    target.with_suffix(".partial").write_text('{"batch": 1}\n{"batch": 8}\n')
+    check.write_result(target, "steps", dry_run=False, ok=False, error="took too long", rows=check.rows_so_far(target))
+    assert not check.succeeded(target)
+    text = check.table(tmp_path)
+    assert "steps: took too long" in text
+    assert "| 8 |" in text
+    assert not target.with_suffix(".partial").exists()

@@ -27,16 +27,23 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 SECTIONS: dict[str, int] = {
     "environment": 30,
-    "kernels": 90,
+    "kernels": 75,
     "greedy": 60,
-    "rooflines": 60,
-    "steps": 150,
-    "host_gap": 60,
+    "rooflines": 45,
+    "steps": 120,
+    "graphs": 60,
+    "host_gap": 45,
     "memory": 60,
+    "sampling": 45,
+    "lora": 60,
+    "speculation": 45,
     "conformance": 120,
     "sanitizer": 60,
 }
-"""Section to the seconds it may take; together they fit in a little over ten minutes, usually they take fewer."""
+"""Section to the most seconds it may take, the more important first. `--budget` bounds all of them together."""
+
+MIN_SECTION_S = 20
+"""Less is not worth a start."""
 
 
 def environment(bench: Any) -> None:
@@ -67,43 +74,56 @@ def run_section(name: str, *, dry_run: bool, small: bool, target: Path | None) -
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     sys.path.insert(0, str(HERE))
     import correctness
+    import overheads
     import speed
     from harness import Bench
 
     run: Callable[[Bench], None] | None = {"environment": environment}.get(name)
-    run = run or getattr(correctness, name, None) or getattr(speed, name)
-    bench = Bench(dry_run=dry_run, small=small)
+    run = run or next(getattr(part, name) for part in (correctness, speed, overheads) if hasattr(part, name))
+    partial = None if target is None else target.with_suffix(".partial")
+    bench = Bench(dry_run=dry_run, small=small, partial=partial)
     start = time.monotonic()
     run(bench)
     ok = all(row.get("ok", True) for row in bench.rows)
     if target is not None:
-        result = {
-            "section": name,
-            "dry_run": dry_run,
-            "ok": ok,
-            "seconds": round(time.monotonic() - start, 1),
-            "rows": bench.rows,
-        }
-        target.write_text(json.dumps(result, indent=1) + "\n")
+        seconds = round(time.monotonic() - start, 1)
+        write_result(target, name, dry_run=dry_run, ok=ok, seconds=seconds, rows=bench.rows)
     return 0 if ok else 1
 
 
-def start_section(name: str, args: argparse.Namespace, environ: dict[str, str]) -> str:
-    """In a process of its own. Returns a word for the table."""
+def write_result(target: Path, name: str, **fields: Any) -> None:
+    """One section's JSON; its partial rows are not needed any more."""
+    target.write_text(json.dumps({"section": name, **fields}, indent=1) + "\n")
+    target.with_suffix(".partial").unlink(missing_ok=True)
+
+
+def rows_so_far(target: Path) -> list[dict[str, Any]]:
+    """What a section that did not end has found."""
+    partial = target.with_suffix(".partial")
+    return [json.loads(line) for line in partial.read_text().splitlines()] if partial.exists() else []
+
+
+def start_section(name: str, args: argparse.Namespace, environ: dict[str, str], left_s: float) -> None:
+    """In a process of its own, unless its result is there, or too little of the budget is left to start it."""
     target = args.out / f"{name}.json"
     if target.exists() and not args.again:
-        return "kept"
+        return
+    if left_s < min(SECTIONS[name], MIN_SECTION_S):
+        print(f"== {name}: left out, the budget is used up; run again with the same --out", flush=True)
+        return
+    for earlier in (target, target.with_suffix(".partial")):
+        earlier.unlink(missing_ok=True)
     print(f"== {name}", flush=True)
     command = [sys.executable, str(HERE / "check.py"), "--run", name, "--target", str(target)]
     command += ["--dry-run"] if args.dry_run else []
     try:
-        status = subprocess.run(command, env=environ, timeout=SECTIONS[name] * args.patience, check=False).returncode
+        most = min(SECTIONS[name] * args.patience, left_s)
+        status = subprocess.run(command, env=environ, timeout=most, check=False).returncode
     except subprocess.TimeoutExpired:
         status = -1
     if not target.exists():
         why = "took too long" if status == -1 else f"ended with status {status}"
-        target.write_text(json.dumps({"section": name, "dry_run": args.dry_run, "ok": False, "error": why, "rows": []}))
-    return "ran"
+        write_result(target, name, dry_run=args.dry_run, ok=False, error=why, rows=rows_so_far(target))
 
 
 def packages(args: argparse.Namespace) -> dict[str, str]:
@@ -155,6 +175,7 @@ def main() -> int:
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--again", action="store_true", help="run sections whose results are there too")
     parser.add_argument("--dry-run", action="store_true", help="the host side only, on a CPU; measures nothing")
+    parser.add_argument("--budget", type=float, default=480, help="seconds for all sections together")
     parser.add_argument("--patience", type=float, default=1.0, help="multiplies the time each section may take")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to use besides what is installed")
     parser.add_argument("--flashinfer-modules", type=Path, help="folder of prebuilt modules, NAME/NAME.so")
@@ -168,13 +189,18 @@ def main() -> int:
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"no section named {', '.join(unknown)}; sections: {', '.join(SECTIONS)}")
     args.out.mkdir(parents=True, exist_ok=True)
-    environ = packages(args)
+    environ, start = packages(args), time.monotonic()
     for name in names:
-        start_section(name, args, environ)
+        start_section(name, args, environ, args.budget * args.patience - (time.monotonic() - start))
     text = table(args.out)
     (args.out / "table.md").write_text(text)
     print(text)
-    return 0 if all(json.loads((args.out / f"{name}.json").read_text())["ok"] for name in names) else 1
+    return 0 if all(succeeded(args.out / f"{name}.json") for name in names) else 1
+
+
+def succeeded(result: Path) -> bool:
+    """It was written, and nothing in it was wrong."""
+    return result.exists() and bool(json.loads(result.read_text())["ok"])
 
 
 if __name__ == "__main__":

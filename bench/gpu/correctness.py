@@ -259,7 +259,7 @@ def memory(bench: Bench) -> None:
     from enginectl import Engine
 
     def start(share: float) -> Any:
-        source = RandomSource(bench.sizes("0.5B", "tiny"), bench.sizes("bfloat16", "float32"))
+        source = RandomSource(bench.sizes("0.5B", "tiny"), bench.sizes("bfloat16", "float32"), bench.device)
         options = {"device": bench.device, "gpu_memory_utilization": share, "max_num_seqs": 8}
         if bench.dry_run:
             options["kv_cache_memory_bytes"] = 1 << 20

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +24,13 @@ Row = dict[str, Any]
 
 @dataclass
 class Bench:
-    """dry_run: the CPU, tiny sizes, Triton's interpreter; times are taken and thrown away. rows: what was found."""
+    """dry_run: the CPU, tiny sizes, Triton's interpreter; times are taken and thrown away. rows: what was found.
+    partial: a file that gets a line for each row at once, in case the section does not end.
+    """
 
     dry_run: bool
     small: bool = False
+    partial: Path | None = None
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -38,6 +43,9 @@ class Bench:
         if self.dry_run:
             row = {key: None if isinstance(value, float) else value for key, value in row.items()}
         self.rows.append(row)
+        if self.partial is not None:
+            with self.partial.open("a") as file:
+                file.write(json.dumps(row) + "\n")
         print("  " + "  ".join(f"{key}={show(value)}" for key, value in row.items()), flush=True)
 
     def sizes(self, real: Any, dry: Any) -> Any:

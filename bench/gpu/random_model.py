@@ -1,4 +1,4 @@
-"""Models with random weights, for speed: a weights source whose tensors are slices of one random buffer."""
+"""Models with random weights, for speed: a weights source whose tensors are pieces of one random buffer."""
 
 from __future__ import annotations
 
@@ -108,8 +108,9 @@ def kv_bytes_per_token(name: str, itemsize: int) -> int:
 class RandomCheckpoint(Checkpoint):
     """Not on any disk."""
 
-    def __init__(self, name: str, dtype: str, path: Path) -> None:
+    def __init__(self, name: str, dtype: str, device: str, path: Path) -> None:
         self.path = path
+        self._device = device
         self.config = config_of(name)
         self._name = name
         self._dtype = dtype
@@ -135,26 +136,30 @@ class RandomCheckpoint(Checkpoint):
         return None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each begins elsewhere in the buffer, so that layers differ; norms are ones."""
-        dtype = getattr(torch, self._dtype)
-        pool = (torch.randn(POOL_SIZE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+        """Each begins elsewhere in the buffer, so that layers differ, and is a copy: weights that share memory would stay
+        in the GPU's cache. Norms are ones.
+        """
+        dtype, device = getattr(torch, self._dtype), self._device
+        random = torch.Generator(device).manual_seed(0)
+        pool = (torch.randn(POOL_SIZE, generator=random, device=device) * 0.02).to(dtype)
         start = 0
         for name, shape in tensor_shapes(self._name):
             count = math.prod(shape)
             if len(shape) == 1:
-                yield name, torch.ones(shape, dtype=dtype)
+                yield name, torch.ones(shape, dtype=dtype, device=device)
                 continue
             start = (start + 7919) % POOL_SIZE
             repeats = -(-(start + count) // POOL_SIZE)
-            yield name, (pool.repeat(repeats) if repeats > 1 else pool)[start : start + count].view(shape)
+            yield name, (pool.repeat(repeats) if repeats > 1 else pool)[start : start + count].view(shape).clone()
 
 
 class RandomSource(WeightsSource):
     """Serves one model, whatever the path."""
 
-    def __init__(self, name: str, dtype: str) -> None:
+    def __init__(self, name: str, dtype: str, device: str) -> None:
         self._name = name
         self._dtype = dtype
+        self._device = device
 
     def matches(self, path: Path) -> bool:
         """Always."""
@@ -162,4 +167,4 @@ class RandomSource(WeightsSource):
 
     def open(self, path: Path) -> RandomCheckpoint:
         """At once."""
-        return RandomCheckpoint(self._name, self._dtype, path)
+        return RandomCheckpoint(self._name, self._dtype, self._device, path)

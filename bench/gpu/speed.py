@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,42 +122,69 @@ def usable(bench: Bench, shape: str, dtype: str) -> list[str]:
     """Backends that can run this model here. A dry run takes torch, whose engine runs on a CPU."""
     if bench.dry_run:
         return ["torch"]
+    if shape != "0.5B":  # core's own is there to be right, and says so on the smallest
+        wanted = ("triton", "flashinfer")
+    else:
+        wanted = ("triton", "flashinfer", "torch")
     dim = config_of(shape)["head_dim"]
     found = []
     for name, build in backends(bench).items():
         can = capabilities(name)
-        if not isinstance(build, str) and (can.head_dims is None or dim in can.head_dims) and dtype in can.dtypes:
+        if (
+            name in wanted
+            and not isinstance(build, str)
+            and (can.head_dims is None or dim in can.head_dims)
+            and dtype in can.dtypes
+        ):
             found.append(name)
     return found
 
 
-def engine_for(bench: Bench, shape: str, dtype: str, backend: str, batch: int) -> Any:
+def engine_for(bench: Bench, shape: str, dtype: str, backend: str, batch: int, **options: Any) -> Any:
     """An engine over random weights; prompts are token ids."""
     from enginectl import Engine
 
-    options: dict[str, Any] = {"max_num_seqs": batch, "max_model_len": bench.sizes(1024, 256)}
+    options = {"max_num_seqs": batch, "max_model_len": bench.sizes(1024, 256), **options}
     if bench.dry_run:
         options["num_gpu_blocks_override"] = 200
-    source = RandomSource(shape, dtype)
+    source = RandomSource(shape, dtype, bench.device)
     return Engine(str(ROOT), weights=source, attention=backend, dtype=dtype, device=bench.device, **options)
 
 
-def decode_step_s(bench: Bench, engine: Any, batch: int) -> float:
+def decode_step_s(
+    bench: Bench, engine: Any, batch: int, *, params: dict[str, Any] | None = None, adapters: Sequence[str] = ()
+) -> float:
     """A step of pure decoding: the difference of a long and a short answer, so that prompts cancel out."""
     short, long = bench.sizes((32, 288), (2, 6))
     times = []
     for num_tokens in (short, short, long):  # the first one warms up
         start = time.perf_counter()
-        generate(engine, batch, num_tokens, prompt_len=bench.sizes(128, 8))
+        generate(engine, batch, num_tokens, bench.sizes(128, 8), params=params, adapters=adapters)
         times.append(time.perf_counter() - start)
     return max(times[2] - times[1], 1e-9) / (long - short)
 
 
-def generate(engine: Any, batch: int, num_tokens: int, prompt_len: int) -> None:
+def generate(
+    engine: Any,
+    batch: int,
+    num_tokens: int,
+    prompt_len: int,
+    *,
+    params: dict[str, Any] | None = None,
+    adapters: Sequence[str] = (),
+) -> list[tuple[list[int], tuple[int, ...]]]:
+    """Prompts, told apart by their first token, and what came out. adapters: given to the prompts in turn."""
     from enginectl import SamplingParams
 
-    prompts = [[3 + (7 * i + j) % 200 for j in range(prompt_len)] for i in range(batch)]
-    engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
+    prompts = [[3 + i, *((7 * i + j) % 200 + 3 for j in range(1, prompt_len))] for i in range(batch)]
+    wanted = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **(params or {"temperature": 0.0}))
+    if not adapters:
+        outputs = engine.generate(prompts, wanted)
+        return [(prompt, output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
+    streams = [engine.stream(prompt, wanted, adapter=adapters[i % len(adapters)]) for i, prompt in enumerate(prompts)]
+    started = [next(stream).token_ids for stream in streams]  # all run once the last one has its first token
+    rest = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
+    return [(prompt, (*first, *more)) for prompt, first, more in zip(prompts, started, rest, strict=True)]
 
 
 def transformers_step_s(bench: Bench, shape: str, dtype: str, batch: int) -> float:
