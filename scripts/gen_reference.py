@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes what the reference pages hooks, interfaces, config, cli, metrics and python take from the code.
+"""Writes what the reference pages take from the code: hooks, interfaces, config, cli, metrics, python, architectures.
 
     python scripts/gen_reference.py            write docs/reference/
     python scripts/gen_reference.py --check    write nothing; exit with 1 and name the pages that are out of date
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import sys
 from collections import Counter
@@ -289,7 +290,50 @@ def python_page() -> str:
     return "\n".join(parts)
 
 
+# -- architectures.md --------------------------------------------------------------------------------------------------
+
+
+def architectures_page() -> str:
+    """What scripts/architecture_table.py found, for each architecture of the registry."""
+    from enginectl.testing.architectures import ARCHITECTURES, REFUSALS
+
+    results = json.loads((PAGES / "architectures.json").read_text(encoding="utf-8"))
+    missing = [name for name in (*ARCHITECTURES, *REFUSALS) if name not in results]
+    assert not missing, f"no results of {', '.join(missing)}: run python scripts/architecture_table.py --changed"
+    served = [(name, results[name]) for name in ARCHITECTURES]
+    refused = [(name, results[name]) for name in REFUSALS]
+    num_types = len({result["type"] for _, result in served if "wrong" not in result})
+    return "\n".join(
+        [
+            f"## Exact\n\n{len(served)} models of {num_types} types.\n",
+            table(
+                ("model", "type", "route", "native", "exercises", "transformers"),
+                [
+                    (
+                        cell(name),
+                        code(result["type"]),
+                        cell(result.get("wrong", result.get("route", ""))),
+                        {True: "exact", False: "**wrong**"}.get(result.get("native"), ""),
+                        cell(", ".join(result.get("traits", ()))),
+                        result["transformers"],
+                    )
+                    for name, result in served
+                ],
+            ),
+            "## Refused\n",
+            table(
+                ("type", "what the error says", "transformers"),
+                [
+                    (code(result["type"]), cell(result.get("refused", "**served**")), result["transformers"])
+                    for _, result in refused
+                ],
+            ),
+        ]
+    )
+
+
 GENERATED: dict[str, Callable[[], str]] = {
+    "architectures.md": architectures_page,
     "hooks.md": hooks_page,
     "interfaces.md": interfaces_page,
     "config.md": config_page,

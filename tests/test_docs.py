@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -26,6 +27,7 @@ from enginectl.hookspecs import HookSpecs
 from enginectl.plugins import Plugin, PluginHost
 from enginectl.provider import Role
 from enginectl.server import OPENAPI_PATH, build_app
+from enginectl.testing.architectures import ARCHITECTURES, REFUSALS
 from enginectl.testing.fake_client import FakeClient
 from enginectl.types import FinishedRequest, FinishReason, Timings, Usage
 
@@ -197,6 +199,24 @@ async def test_the_metrics_table_is_what_a_scrape_shows() -> None:
         f"enginectl:{name.removesuffix('_total') if kind == 'counter' else name}": kind for name, kind in rows
     }
     assert documented == families
+
+
+def test_the_table_of_architectures_lists_exactly_the_registry() -> None:
+    """Each with a result as the registry says, found with one transformers; the sweep itself is not run here."""
+    results = json.loads((REFERENCE / "architectures.json").read_text(encoding="utf-8"))
+    assert list(results) == [*ARCHITECTURES, *REFUSALS]
+    page = (REFERENCE / "architectures.md").read_text(encoding="utf-8")
+    exact, refused = page.split("## Exact")[1].split("## Refused")
+    assert re.findall(r"^\| (\w+) \| `", exact, re.MULTILINE) == list(ARCHITECTURES)
+    assert re.findall(r"^\| `([\w-]+)` \|", refused, re.MULTILINE) == [each.model_type for each in REFUSALS.values()]
+    for name, architecture in ARCHITECTURES.items():
+        found = results[name]
+        assert "wrong" not in found, f"{name}: {found['wrong']}"
+        assert (found["type"], found["route"]) == (architecture.model_type, architecture.route)
+        assert found["traits"] == sorted(architecture.traits)
+        assert found.get("native", False) is architecture.native
+    assert all("refused" in results[name] for name in REFUSALS)
+    assert len({found["transformers"] for found in results.values()}) == 1
 
 
 # -- tutorials ---------------------------------------------------------------------------------------------------------

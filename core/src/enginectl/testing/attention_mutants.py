@@ -17,7 +17,7 @@ from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
 from enginectl.provider import Provider
 
 
-class _Wrapped(AttentionBackend):
+class PassingAttention(AttentionBackend):
     """A backend that passes everything on. Mutants change one thing."""
 
     def __init__(self, inner: AttentionBackend) -> None:
@@ -36,12 +36,12 @@ class _Wrapped(AttentionBackend):
         return self.inner.attend(layer, q, plan, sinks=sinks)
 
 
-class _Zeroed(_Wrapped):
+class _Zeroed(PassingAttention):
     def attend(self, layer: int, q: Tensor, plan: Any, *, sinks: Tensor | None = None) -> Tensor:
         return torch.zeros_like(super().attend(layer, q, plan, sinks=sinks))
 
 
-class _LostBlock(_Wrapped):
+class _LostBlock(PassingAttention):
     def prepare(self, batch: AttentionBatch) -> Any:
         """Every second block is read where the one before it lies."""
         tables = batch.block_tables.clone()
