@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from enginectl import Engine, RequestOutput, SamplingParams
 from enginectl.engine.deferred import DeferredExecutor
 from enginectl.engine.runner import LocalRunner
 from enginectl.errors import OutOfMemoryError, UnsupportedError
+from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch
 from enginectl.testing.dict_index import DictPrefixIndex
 from enginectl.testing.tiny_routes import ONE_SEQUENCE, STATE_POOL, route_model, save_route_model
 from enginectl.testing.toys import ConstantSpeculator
@@ -148,6 +151,43 @@ def test_a_seed_gives_the_same_tokens_whatever_the_neighbours(name: str, depth: 
     assert alone.outputs[0].token_ids != alone.outputs[1].token_ids
     assert [c.token_ids for c in outputs[2].outputs] == [c.token_ids for c in alone.outputs]
     assert ids([*outputs[:2], *outputs[3:]]) == [*generated(name)[:2], *generated(name)[3:]]
+
+
+class Sometimes(LogitsProcessor):
+    """Raises after the forward, in every third step: that step's rows are all run again, in halves."""
+
+    def __init__(self) -> None:
+        self.num_raised = self.num_steps = 0
+        self.rows: set[int] = set()
+
+    def add_row(self, row: int, params: SamplingParams, seed: int, choice: int, prompt_len: int) -> None:
+        self.rows.add(row)
+
+    def remove_row(self, row: int) -> None:
+        self.rows.discard(row)
+
+    def is_active(self, rows: NDArray[np.int32]) -> bool:
+        return True
+
+    def needs_logits(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return np.ones(rows.size, np.bool_)
+
+    def apply(self, logits: Tensor, batch: SampleBatch) -> None:
+        self.num_steps += 1
+        if self.num_steps % 3 == 0 and batch.rows.size > 2:
+            self.num_raised += 1
+            raise LookupError("not this time")
+
+
+@DEPTHS
+@pytest.mark.parametrize("name", SOME)
+def test_steps_that_are_run_again_change_no_token(name: str, depth: int, directory: Directory) -> None:
+    """Law 14a: a state is not advanced twice by a step that raised behind its forward."""
+    toy = Sometimes()
+    with engine_of(directory(name), depth, max_num_batched_tokens=16, logits_processor=toy) as engine:
+        assert ids(engine.generate(prompts(), GREEDY)) == generated(name)
+        at_rest(engine)
+    assert toy.num_raised > 2
 
 
 def test_speculation_over_a_state_is_refused(directory: Directory) -> None:
