@@ -19,10 +19,11 @@ from enginectl import Engine, SamplingParams
 from enginectl.engine import runner as runner_module
 from enginectl.engine.feedback import TokenFeedback
 from enginectl.engine.readback import IntRows, Readback, TokensAhead
-from enginectl.engine.runner import LocalRunner
+from enginectl.engine.runner import LaunchedStep, LocalRunner
 from enginectl.engine.upload import ALIGNMENT, StagedUpload
 from enginectl.errors import StepError
 from enginectl.interfaces.executor import StepHandle, StepPlan
+from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch
 from enginectl.types import RequestOutput
 
 Reference = Callable[[str, Sequence[int], int], list[int]]
@@ -200,6 +201,80 @@ def test_a_step_that_raises_changes_no_token(
         assert engine.stats().num_blocks_in_use == 0
         engine.core.pool.check()
     assert late.num_ahead == 0
+
+
+class _Jealous(LogitsProcessor):
+    """Raises when it is asked about a row of a request with max_tokens 9."""
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+        self.num_raised = 0
+
+    def add_row(self, row: int, params: SamplingParams, seed: int, choice: int, prompt_len: int) -> None:
+        if params.max_tokens == 9:
+            self.rows.add(row)
+
+    def remove_row(self, row: int) -> None:
+        self.rows.discard(row)
+
+    def is_active(self, rows: NDArray[np.int32]) -> bool:
+        if self.rows.intersection(rows.tolist()):
+            self.num_raised += 1
+            raise LookupError("is_active is broken")
+        return False
+
+    def needs_logits(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return np.zeros(rows.size, np.bool_)
+
+    def apply(self, logits: Tensor, batch: SampleBatch) -> None:
+        raise AssertionError("it is never active")
+
+
+def test_a_processor_that_raises_while_a_step_is_on_its_way_ends_that_row_alone(
+    late: LateReadback, tiny: Callable[[str], Path], hugging_face: Reference
+) -> None:
+    """Law 14a: whether a step reads tokens is asked before it is launched; what that raised came out of `launch`, and
+    the engine died of it.
+    """
+    toy = _Jealous()
+    short, long = SamplingParams(temperature=0.0, max_tokens=4), SamplingParams(temperature=0.0, max_tokens=16)
+    bad = SamplingParams(temperature=0.0, max_tokens=9)
+    prompts = some_prompts(5)
+    with Engine(str(tiny("llama")), max_num_seqs=3, overlap_depth=1, logits_processor=toy, **COMMON) as engine:
+        params = [short, long, long, bad, long]
+        outputs = engine.generate(prompts, params)
+        assert "is_active is broken" in str(outputs[3].error)
+        assert engine.stats().num_blocks_in_use == 0
+    for prompt, one, output in zip(prompts, params, outputs, strict=True):
+        if one is not bad:
+            assert one.max_tokens is not None
+            assert list(output.outputs[0].token_ids) == hugging_face("llama", prompt, one.max_tokens)
+    assert toy.num_raised > 0
+    assert late.num_ahead == 0
+
+
+def test_steps_are_finished_in_order(
+    late: LateReadback, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that cannot wait (log-probabilities) was finished before the one that it stands on: its drafts were made
+    from a history without the last token.
+    """
+    random = np.random.default_rng(1)
+    prompts = [random.integers(3, 250, n).tolist() for n in (4, 40)]
+    with Engine(str(tiny("llama")), max_num_seqs=2, max_num_batched_tokens=24, overlap_depth=1, **COMMON) as engine:
+        executor = engine.core.executor
+        assert isinstance(executor, LocalRunner)
+        plain, finished = executor._finish, list[int]()
+
+        def noted(step: LaunchedStep) -> None:
+            finished.append(step.number)
+            plain(step)
+
+        monkeypatch.setattr(executor, "_finish", noted)
+        params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=n) for n in (None, 1)]
+        engine.generate(prompts, params)
+    assert late.events[:2] == ["launch", "launch"], "a step was on its way"
+    assert finished == sorted(finished)
 
 
 def test_a_step_behind_one_that_raised_is_skipped(

@@ -168,11 +168,9 @@ class LocalRunner(Executor):
         self._num_launched += 1
         step = LaunchedStep(self, plan, self._num_launched)
         self._row_books.apply(plan)
-        self._settle(plan)
-        if self._failed is not None:
-            step.error = StepError("skipped: the step before it failed")
-            return step
         try:
+            self._settle(plan)
+            self._check_input(step)
             with torch.inference_mode():
                 self._start(step)
         except Exception as error:
@@ -207,10 +205,9 @@ class LocalRunner(Executor):
                 assert inputs.sampled_rows is not None, "sent for the feedback"
                 self._feedback.put(rows, choice.base, choice.token_ids, inputs.sampled_rows)
             choice.ahead = self._readback.start(choice.token_ids)
-        if self._may_wait(packed, rows):
-            self._unfinished.append(step)
-        else:
-            self._finish(step)
+        self._unfinished.append(step)
+        if not self._may_wait(packed, rows):
+            self._finish_through(step)
 
     def _may_wait(self, packed: Packed, rows: IntRows) -> bool:
         """Log-probabilities are read from what the next step overwrites, and take the tokens."""
@@ -242,20 +239,28 @@ class LocalRunner(Executor):
         """The caller wants to know how the step ended; steps before it are finished first."""
         self._num_in_flight -= 1
         self._select_device()
+        self._finish_through(step)
+
+    def _finish_through(self, step: LaunchedStep) -> None:
+        """In order: a step's drafts and grammars stand on the tokens of those before it."""
         while self._unfinished and not step.is_finished:
             self._finish(self._unfinished.popleft())
 
     def _finish(self, step: LaunchedStep) -> None:
-        """Place its tokens, unless a step before it failed: then its input was wrong."""
+        """Place its tokens."""
         try:
             sampled = None if step.choice is None else step.choice.wait()
-            if self._failed is not None and self._failed < step.number:
-                raise StepError("skipped: the step before it failed")
+            self._check_input(step)
             with torch.inference_mode():
                 step.result = self._place(step, sampled)
         except Exception as error:
             self._fail(step, error)
         self._release(step)
+
+    def _check_input(self, step: LaunchedStep) -> None:
+        """Raise for a step behind one that failed: its input is wrong."""
+        if self._failed is not None and self._failed < step.number:
+            raise StepError("skipped: the step before it failed")
 
     def _fail(self, step: LaunchedStep, error: Exception) -> None:
         step.error = error

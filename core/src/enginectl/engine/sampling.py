@@ -93,7 +93,7 @@ class StepSampler:
             positions, drafts = base, np.zeros((rows.size, 0), np.int32)
         else:
             base = packed.seq_lens[packed.sampled] - (widths - 1)
-            flat_rows = rows if packed.is_decode or int(widths.max()) == 1 else np.repeat(rows, widths)
+            flat_rows = rows if int(widths.max()) == 1 else np.repeat(rows, widths)
             positions = packed.positions[packed.keep[: flat_rows.size]] + 1
             drafts = self._drafts(rows, base, widths)
         batch = SampleBatch(flat_rows, positions, self._rows.token_ids, self._rows.prompt_lens)
