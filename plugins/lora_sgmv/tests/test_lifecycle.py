@@ -6,7 +6,7 @@ import gc
 import json
 import shutil
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -161,7 +161,10 @@ def schedule(num_adapters: int, random: np.random.Generator) -> list[str]:
 
 @dataclass
 class Traffic:
-    """Who has which version now, and all it had; what is open, with the name, and how many versions that had then."""
+    """Who has which version now, and all it had; what is open, with the name, and how many versions that had then.
+
+    recent: names something was done with lately. They are chosen half of the time, so that what changes is in use.
+    """
 
     engine: Engine
     versions: list[Path]
@@ -171,26 +174,33 @@ class Traffic:
     current: dict[int, int] = field(default_factory=dict)
     history: dict[int, list[int]] = field(default_factory=dict)
     opened: list[tuple[Ticket, int | None, int]] = field(default_factory=list)
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_SLOTS))
     num_answered: int = 0
 
     def act(self, kind: str) -> None:
         """On a name of those for which it can be done."""
-        if kind in ("load", "restore"):
-            gone = sorted(self.history.keys() - self.current.keys())
-            self._load(len(self.history) if kind == "load" else self._pick(gone))
+        if kind == "load":
+            self._load(len(self.history))
+        elif kind == "restore":
+            self._load(self._choose(self.history.keys() - self.current.keys()))
         elif kind == "replace":
-            self._load(self._pick(self.current))
+            self._load(self._choose(self.current))
         elif kind == "unload":
-            self.unload(self._pick(self.current))
+            self.unload(self._choose(self.current))
         else:
-            self._ask(self._pick(self.current) if kind == "ask" else None)
+            self._ask(self._choose(self.current) if kind == "ask" else None)
 
-    def _pick(self, names: Iterable[int]) -> int:
-        return int(self.random.choice(list(names)))
+    def _choose(self, names: Iterable[int]) -> int:
+        known = sorted(names)
+        recent = [name for name in self.recent if name in known]
+        name = int(self.random.choice(recent if recent and self.random.random() < 0.5 else known))
+        self.recent.append(name)
+        return name
 
     def _load(self, name: int) -> None:
         """A version that no other name has, in place if the name has one."""
-        version = self._pick(sorted(set(range(len(self.versions))) - set(self.current.values())))
+        free = sorted(set(range(len(self.versions))) - set(self.current.values()))
+        version = int(self.random.choice(free))
         self.engine.load_adapter(f"a{name}", str(self.versions[version]), replace=name in self.current)
         self.current[name] = version
         self.history.setdefault(name, []).append(version)
