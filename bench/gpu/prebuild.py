@@ -5,7 +5,7 @@
     python bench/gpu/prebuild.py --list                         names only, nothing is built
 
 A module is a kind of attention (decode, prefill), a dtype, a head size, and whether there is a window and a soft cap;
-page sizes and head counts are run-time values. check.py --flashinfer-modules takes the folder as it is.
+page sizes and head counts are run-time values. Four more are the op set's. check.py --flashinfer-modules takes the folder as it is.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def library_headers() -> list[Path]:
 def specs() -> Iterator[Any]:
     """FlashInfer's own description of each module, as its wrappers will ask for it."""
     import torch
+    from flashinfer.jit.activation import gen_act_and_mul_module
     from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit.norm import gen_norm_module
+    from flashinfer.jit.rope import gen_rope_module
 
     for head_dim, window, cap in VARIANTS:
         for name in DTYPES:
@@ -88,6 +91,12 @@ def specs() -> Iterator[Any]:
             # Decode with tensor cores runs the prefill module.
             yield gen_batch_prefill_module("fa2", *common, False)
             yield gen_batch_decode_module(*common)
+    yield from (
+        gen_norm_module(),
+        gen_rope_module(),
+        gen_act_and_mul_module("silu"),
+        gen_act_and_mul_module("gelu_tanh"),
+    )
 
 
 def build(spec: Any, out: Path) -> tuple[float, int]:

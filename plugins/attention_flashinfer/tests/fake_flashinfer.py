@@ -1,4 +1,4 @@
-"""FlashInfer's two wrappers, slow and obvious, from its documentation: what a CPU can check our calls against.
+"""FlashInfer's two wrappers and its ops, slow and obvious, from its documentation: what a CPU can check our calls against.
 
 CSR pages, positions counted from the end, window_left, soft cap; a graph wrapper copies what it is planned with into
 its buffers, and reads only those when it runs.
@@ -6,10 +6,13 @@ its buffers, and reads only those when it runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from enginectl.interfaces.model import LayerSpec
 from enginectl.testing.attention import reference_attention
@@ -34,7 +37,71 @@ class Recorder:
             def BatchPrefillWithPagedKVCacheWrapper(**arguments: Any) -> Any:
                 return Wrapper(recorder, "BatchPrefillWithPagedKVCacheWrapper", arguments)
 
+        for name, function in OPS.items():
+            setattr(Library, name, staticmethod(self._recorded(name, function)))
         return Library
+
+    def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            self.calls.append((name, "", arguments))
+            return function(**arguments)
+
+        return call
+
+
+def norm(plus_one: bool, input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """A new tensor of the input's shape."""
+    assert input.dim() == 2
+    assert len(input), "a launch for no rows fails"
+    assert input.stride(1) == 1
+    assert input.dtype == weight.dtype, "the kernel reads both alike"
+    wide = input.double()
+    out = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps) * (weight.double() + plus_one)
+    return out.to(input.dtype)
+
+
+def add_norm(plus_one: bool, input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """Both in place: residual += input, input = norm(residual)."""
+    residual.add_(input)
+    input.copy_(norm(plus_one, residual, weight, eps))
+
+
+def gated(activation: str, input: Tensor) -> Tensor:
+    """The kernel counts on contiguous rows whose halves are multiples of 16 bytes."""
+    assert input.is_contiguous()
+    gate, up = input.double().chunk(2, -1)
+    assert gate.shape[-1] % 8 == 0
+    act = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    return (act * up).to(input.dtype)
+
+
+def rope(positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool) -> None:
+    """In place. cos_sin_cache: [positions, rotary_dim], cosines of the pairs, then sines; pairs are halves apart."""
+    assert is_neox
+    assert positions.dtype == torch.int32
+    assert positions.is_contiguous()
+    assert cos_sin_cache.dtype == torch.float32
+    assert cos_sin_cache.is_contiguous()
+    assert head_size in (64, 128, 256)
+    cos, sin = cos_sin_cache[positions.long(), None].double().chunk(2, -1)
+    half = cos.shape[-1]
+    assert half % 8 == 0
+    for rows in (query, key):
+        heads = rows.view(len(rows), -1, head_size)
+        low, high = heads[..., :half].double(), heads[..., half : 2 * half].double()
+        heads[..., :half] = low * cos - high * sin
+        heads[..., half : 2 * half] = high * cos + low * sin
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "rmsnorm": partial(norm, False),
+    "gemma_rmsnorm": partial(norm, True),
+    "fused_add_rmsnorm": partial(add_norm, False),
+    "gemma_fused_add_rmsnorm": partial(add_norm, True),
+    "silu_and_mul": partial(gated, "silu"),
+    "gelu_tanh_and_mul": partial(gated, "gelu_tanh"),
+    "apply_rope_with_cos_sin_cache_inplace": rope,
+}
 
 
 class Wrapper:

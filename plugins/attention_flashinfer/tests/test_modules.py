@@ -8,9 +8,11 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from enginectl.errors import UnsupportedError
 from enginectl_attention_flashinfer import modules
 
 PREBUILD = Path(__file__).resolve().parents[3] / "bench" / "gpu" / "prebuild.py"
@@ -31,7 +33,7 @@ def test_without_nvcc_and_modules_the_reason_says_what_to_do(tmp_path: Path) -> 
     reason = modules.no_modules(tmp_path, {"PATH": str(tmp_path)})
     assert reason is not None
     assert "needs nvcc" in reason
-    assert "--attention triton" in reason
+    assert "flashinfer-jit-cache" in reason
 
 
 def test_nvcc_on_the_path_or_in_cuda_home_is_enough(tmp_path: Path) -> None:
@@ -53,6 +55,24 @@ def test_ready_modules_need_no_nvcc(tmp_path: Path) -> None:
     module.parent.mkdir(parents=True)
     module.write_bytes(b"")
     assert modules.no_modules(tmp_path, {"PATH": "", "FLASHINFER_DISABLE_JIT": "1"}) is None
+
+
+def test_a_part_says_what_else_could_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op set needs modules of its own: those of attention alone do not make it start."""
+    library = ModuleType("flashinfer")
+    library.__file__ = str(tmp_path / "__init__.py")
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    decode = tmp_path / "data" / "aot" / "batch_decode" / "batch_decode.so"
+    decode.parent.mkdir(parents=True)
+    decode.write_bytes(b"")
+    assert modules.load_library("attention", "cuda") is library
+    with pytest.raises(UnsupportedError, match=r"FLASHINFER_DISABLE_JIT.*or use --op-set triton"):
+        modules.load_library("op set", "cuda", module="rope")
+    with pytest.raises(
+        UnsupportedError, match="op set 'flashinfer' needs an NVIDIA GPU, not 'cpu'; use --op-set torch"
+    ):
+        modules.load_library("op set", "cpu", module="rope")
 
 
 def needs_nvcc() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from enginectl.errors import UnsupportedError
 from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
 from enginectl.interfaces.model import LayerSpec
 from enginectl_attention_flashinfer.metadata import Pages, make_pages, on_host
-from enginectl_attention_flashinfer.modules import no_modules
+from enginectl_attention_flashinfer.modules import load_library
 
 BACKEND = "fa2"
 """The implementation that has windows, soft caps and paged decode on every architecture."""
@@ -307,16 +306,10 @@ def build(ctx: BuildContext) -> FlashInferAttention:
     """Provider factory: needs ctx.model_spec, ctx.engine.block_size, ctx.device and ctx.dtype."""
     assert ctx.model_spec is not None, "attention is built once the model's layers are known"
     check_layers(ctx.model_spec.layers)
-    if not ctx.device.startswith("cuda"):
-        raise UnsupportedError(f"attention 'flashinfer' needs an NVIDIA GPU, not {ctx.device!r}; use --attention torch")
-    import flashinfer
-
-    if (reason := no_modules(Path(flashinfer.__file__).parent)) is not None:
-        raise UnsupportedError(f"attention 'flashinfer' {reason}")
     return FlashInferAttention(
         ctx.model_spec.layers,
         block_size=ctx.engine.block_size,
         device=ctx.device,
         dtype=getattr(torch, ctx.dtype),
-        library=flashinfer,
+        library=load_library("attention", ctx.device),
     )

@@ -61,3 +61,21 @@ def enginectl_attention() -> Sequence[Provider]:
             summary="FlashInfer's paged decode and prefill; NVIDIA from Ampere on",
         )
     ]
+
+
+@hookimpl
+def enginectl_op_set() -> Sequence[Provider]:
+    """Norms, RoPE and activations on CUDA, behind `triton`'s."""
+    return [
+        Provider(
+            Role.OP_SET,
+            "flashinfer",
+            "enginectl_attention_flashinfer.ops:build",
+            rank=40,
+            unsupported=unsupported,
+            capabilities=Capabilities(
+                devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16", "float16"}), graph_capture=True
+            ),
+            summary="FlashInfer's norms, RoPE and activations; matrix products by torch",
+        )
+    ]

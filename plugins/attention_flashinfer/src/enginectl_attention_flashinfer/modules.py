@@ -5,28 +5,46 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from enginectl.errors import UnsupportedError
 
 
-def no_modules(package: Path, environ: Mapping[str, str] = os.environ) -> str | None:
+def load_library(part: str, device: str, *, module: str = "*") -> Any:
+    """FlashInfer itself, for what is built in its name on this device. module: a kernel module that it cannot do without.
+
+    Raises UnsupportedError off NVIDIA GPUs, and where kernels can be neither found nor compiled.
+    """
+    flag = "--" + part.replace(" ", "-")
+    if not device.startswith("cuda"):
+        raise UnsupportedError(f"{part} 'flashinfer' needs an NVIDIA GPU, not {device!r}; use {flag} torch")
+    library = import_module("flashinfer")
+    if (reason := no_modules(Path(str(library.__file__)).parent, module=module)) is not None:
+        raise UnsupportedError(f"{part} 'flashinfer' {reason}, or use {flag} triton")
+    return library
+
+
+def no_modules(package: Path, environ: Mapping[str, str] = os.environ, *, module: str = "*") -> str | None:
     """Why no kernel can be had, or None. package: FlashInfer's folder.
 
     Otherwise the first step fails, after the weights are loaded.
     """
-    ready = any((package / "data" / "aot").glob("*/*.so")) or find_spec("flashinfer_jit_cache") is not None
+    ready = any((package / "data" / "aot").glob(f"{module}/*.so")) or find_spec("flashinfer_jit_cache") is not None
     if ready:
         return None
     if environ.get("FLASHINFER_DISABLE_JIT"):
         return (
-            f"finds no kernels in {package / 'data' / 'aot'}, and FLASHINFER_DISABLE_JIT forbids to compile them; unset "
-            "it, or put modules there (bench/gpu/prebuild.py makes them)"
+            f"does not find its kernels in {package / 'data' / 'aot'}, and FLASHINFER_DISABLE_JIT forbids to compile "
+            "them; unset it, put modules there (bench/gpu/prebuild.py makes them)"
         )
     if _has_nvcc(environ):
         return None
     return (
         "compiles its kernels on first use and needs nvcc, which is neither on PATH nor in CUDA_HOME or /usr/local/cuda; "
-        "install the CUDA toolkit or flashinfer-jit-cache, or use --attention triton"
+        "install the CUDA toolkit or flashinfer-jit-cache"
     )
 
 
