@@ -31,7 +31,6 @@ class Process(EngineProcess):
         self.router = SimpleNamespace(num_open=1)  # type: ignore[assignment]
         self._process = SimpleNamespace(poll=lambda: None, kill=self._kill)  # type: ignore[assignment]
         self._frames: Any = object()
-        self._last_news_s = time.monotonic()
 
     def _kill(self) -> None:
         self.killed = True
@@ -56,6 +55,18 @@ async def test_only_an_engine_that_does_not_answer_is_ended(is_alive: bool) -> N
     watch.cancel()
     assert client.killed == client.lost == (not is_alive)
     assert client.pings >= (2 if is_alive else 1)
+
+
+async def test_an_engine_is_not_ended_because_this_process_stood_still() -> None:
+    """A container that was frozen and goes on: the engine was ended at once, without being asked."""
+    client = Process(is_alive=True)
+    watch = asyncio.create_task(client._watch())
+    await asyncio.sleep(TIMEOUT_S / 3)
+    time.sleep(2 * TIMEOUT_S)
+    await asyncio.sleep(TIMEOUT_S)
+    watch.cancel()
+    assert not client.killed
+    assert client.pings > 0
 
 
 async def test_an_idle_engine_is_left_alone() -> None:

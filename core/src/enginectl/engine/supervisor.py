@@ -77,7 +77,7 @@ class EngineProcess(RoutedClient):
         self._supervision: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
         self._failure: Failed | None = None
-        self._last_news_s = 0.0
+        self._has_news = False
 
     @property
     def pid(self) -> int | None:
@@ -171,25 +171,27 @@ class EngineProcess(RoutedClient):
         """Notice a death that the socket did not tell, and end an engine that hangs.
 
         One that has said nothing for half of step_timeout_s while requests are open is asked whether it is there; its
-        loop answers between steps, whether or not it has work that it can do.
+        loop answers between steps, whether or not it has work that it can do. The time is counted here: while this
+        process is held up itself (a frozen container, say), nobody could have answered.
         """
-        timeout_s, asked = self.config.step_timeout_s, False
+        timeout_s = self.config.step_timeout_s
+        period_s, silent_s, asked = min(_WATCH_S, timeout_s / 4), 0.0, False
         while True:
-            await asyncio.sleep(min(_WATCH_S, timeout_s / 4))
+            await asyncio.sleep(period_s)
             if self._process is not None and self._process.poll() is not None and self._frames is not None:
                 self.on_lost(self._frames)  # a child of the engine's may still hold the socket
-            busy = self.router is not None and self.router.num_open
-            silent_s = time.monotonic() - self._last_news_s
-            if not busy:
-                self._last_news_s, silent_s = time.monotonic(), 0.0
+            if self._has_news or self.router is None or not self.router.num_open:
+                self._has_news, silent_s, asked = False, 0.0, False
+                continue
+            silent_s += period_s
             if silent_s > timeout_s:
                 self._end_hung(silent_s)
                 return
             if silent_s > timeout_s / 2 and not asked:
+                asked = True
                 log.warning("the engine has said nothing for %.0f s while requests are open", silent_s)
                 with contextlib.suppress(EngineDeadError):
                     self._send(Control(_PING, "ping", {}))
-            asked = silent_s > timeout_s / 2
 
     def _end_hung(self, silent_s: float) -> None:
         """Kill it; the supervision starts it again. Open requests end now, even if the kernel cannot end it at once."""
@@ -247,7 +249,7 @@ class EngineProcess(RoutedClient):
 
     def on_message(self, message: FromEngine) -> None:
         """Called by the transport for each message, on the event loop."""
-        self._last_news_s = time.monotonic()
+        self._has_news = True
         if isinstance(message, Outputs):
             self._on_outputs(message.outputs)
         elif isinstance(message, Reply):
