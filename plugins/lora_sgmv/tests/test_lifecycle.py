@@ -69,7 +69,7 @@ def versions(root: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def prompt() -> list[int]:
-    return np.random.default_rng(4).integers(3, 250, 20).tolist()
+    return [int(token) for token in np.random.default_rng(4).integers(3, 250, 20)]
 
 
 def sign(module: Any, prompt: list[int]) -> list[int]:

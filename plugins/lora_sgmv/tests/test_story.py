@@ -192,7 +192,7 @@ def real_story(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> St
     with Engine(str(demo_model), max_model_len=256, max_num_seqs=1) as engine:
         encode, (eos, *_) = engine.tokenizer.encode, engine.info.eos_token_ids
     directory = tmp_path_factory.mktemp("story")
-    return story_of(demo_model, module, eos, directory, encode, std=0.3)
+    return story_of(demo_model, module, eos, directory, encode, std=0.8)
 
 
 @asynccontextmanager
