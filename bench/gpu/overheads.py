@@ -84,6 +84,7 @@ def lora(bench: Bench) -> None:
             "adapters loaded, none used": serving,
             "one adapter": {**serving, "adapters": names[:1]},
             "eight adapters": {**serving, "adapters": names},
+            "eight adapters, eager": {**serving, "adapters": names, "enforce_eager": True},
         }
         compare(bench, shape, bench.sizes([1, 64], [2]), kinds)
 

@@ -18,6 +18,7 @@ from enginectl.engine import runner as runner_module
 from enginectl.engine.graphs import DecodeGraphs, GraphRecorder, graph_sizes, offers_capture, record_graphs
 from enginectl.interfaces.attention import AttentionBatch
 from enginectl.interfaces.model import Kept
+from enginectl.testing.toys import ConstantAdapters
 
 COMMON: dict[str, Any] = {"attention": "torch", "op_set": "torch", "block_size": 4, "dtype": "float32"}
 Reference = Callable[[str, Sequence[int], int], list[int]]
@@ -127,17 +128,62 @@ def test_greedy_through_graphs_equals_hugging_face(
         assert list(output.outputs[0].token_ids) == hugging_face(name, prompt, one.max_tokens)
 
 
-def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each replay."""
+def count_replays(monkeypatch: pytest.MonkeyPatch, *, with_slots: bool = False) -> list[int]:
+    """Rows of each replay, or of those with adapters."""
     found: list[int] = []
     plain = DecodeGraphs.run
 
-    def run(self: DecodeGraphs, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Kept:
-        found.append(batch.num_seqs)
-        return plain(self, token_ids, positions, batch)
+    def run(self: DecodeGraphs, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, *slots: Any) -> Kept:
+        if not with_slots or slots[0] is not None:
+            found.append(batch.num_seqs)
+        return plain(self, token_ids, positions, batch, *slots)
 
     monkeypatch.setattr(DecodeGraphs, "run", run)
     return found
+
+
+def two_adapters() -> ConstantAdapters:
+    toy = ConstantAdapters(48, "model.layers.1.mlp.down_proj", num_slots=2, scale=1.5)
+    for seed, name in enumerate(("one", "two")):
+        toy.load(name, str(seed))
+    return toy
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_steps_with_adapters_have_graphs_of_their_own(
+    captures: bool, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law 3: a graph reads its rows' slots from one buffer, whoever they are; a backend that cannot has eager steps."""
+    random = np.random.default_rng(1)
+    prompts = [random.integers(3, 250, random.integers(1, 9)).tolist() for _ in range(5)]
+
+    def answers(toy: ConstantAdapters) -> list[list[int]]:
+        options = {name: value for name, value in COMMON.items() if name != "op_set"}
+        options |= {"max_num_seqs": 7, "model_family": "transformers", "adapter": toy}
+        found = []
+        with Engine(str(tiny("llama")), **options) as engine:
+            # In turn, so that rows take other slots in the same graph; then together, then nobody has one.
+            for names in (("one",), ("two",), ("one", None, "two"), (None,)):
+                requests = []
+                for at, name in enumerate(names):
+                    params = SamplingParams(temperature=0.0, max_tokens=6 + 2 * at)
+                    requests += engine._requests(prompts[at : at + 2], params, {"adapter": name})
+                tickets = engine._submit(requests)
+                while not all(ticket.is_done for ticket in tickets):
+                    engine._step()
+                found += [[t for chunk in ticket.take() for t in chunk.token_ids] for ticket in tickets]
+        return found
+
+    eager = answers(two_adapters())
+    recorder, toy = FakeRecorder(), two_adapters()
+    replays, with_slots = count_replays(monkeypatch), count_replays(monkeypatch, with_slots=True)
+    toy.graph_capture = captures
+    monkeypatch.setattr(runner_module, "recorder_for", lambda device: recorder)
+    use_capturing(monkeypatch)
+    assert answers(toy) == eager
+    assert recorder.sizes == ([7, 7, 4, 4, 2, 2, 1, 1] if captures else [7, 4, 2, 1])
+    assert len(replays) > len(with_slots), "steps without adapters are replayed either way"
+    assert bool(with_slots) == captures
 
 
 def test_prompt_logprobs_are_the_same_with_graphs(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

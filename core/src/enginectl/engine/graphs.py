@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: one a batch size of a fixed list, over buffers that stay in place.
 
 A step in which every row computes one token is padded to the next size, copied into the buffers and replayed. Rows of
-padding have slot 0, in the null block, which belongs to no sequence. All other steps run eagerly.
+padding have slot 0, in the null block, which belongs to no sequence, and no adapter. Steps in which some row has an
+adapter are replayed from graphs of their own, so that nothing is added to the others. All other steps run eagerly.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from enginectl.interfaces.adapter import AdapterBackend
 from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
 from enginectl.interfaces.model import ForwardInput, Kept, Model
 
@@ -71,10 +73,18 @@ class CudaRecorder(GraphRecorder):
 
 
 @dataclass(slots=True)
-class _Bucket:
-    plan: Any
+class _Graph:
     kept: Kept
     replay: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The graphs of one size over one plan. adapted: for steps with adapters, None where those run eagerly."""
+
+    plan: Any
+    plain: _Graph
+    adapted: _Graph | None
 
 
 class DecodeGraphs:
@@ -90,6 +100,7 @@ class DecodeGraphs:
         table_shape: tuple[int, int],
         max_model_len: int,
         device: torch.device,
+        adapters: AdapterBackend | None = None,
     ) -> None:
         """table_shape: groups and columns of the block table."""
         self._model = model
@@ -99,9 +110,12 @@ class DecodeGraphs:
         self._table_shape = table_shape
         self._max_model_len = max_model_len
         self._device = device
+        self._adapters = adapters
+        self._has_adapted = adapters is not None and adapters.graph_capture
         most = self._sizes[-1]
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self._adapter_slots = torch.full((most,), -1, dtype=torch.int32, device=device)
         self._keep = torch.arange(most, device=device)
         self._buckets: dict[int, _Bucket] = {}
         self.num_replays = 0
@@ -116,11 +130,24 @@ class DecodeGraphs:
 
     def _record(self, size: int) -> _Bucket:
         plan = self._attention.capture(self._padding(size))
+        adapted = self._recorded(size, plan, self._adapter_slots[:size]) if self._has_adapted else None
+        return _Bucket(plan, self._recorded(size, plan, None), adapted)
+
+    def _recorded(self, size: int, plan: Any, adapter_slots: Tensor | None) -> _Graph:
         step = ForwardInput(
-            token_ids=self._token_ids[:size], positions=self._positions[:size], keep=self._keep[:size], plan=plan
+            token_ids=self._token_ids[:size],
+            positions=self._positions[:size],
+            keep=self._keep[:size],
+            plan=plan,
+            adapter_slots=adapter_slots,
         )
-        kept, replay = self._recorder.record(lambda: self._model.forward(step))
-        return _Bucket(plan, kept, replay)
+
+        def forward() -> Kept:
+            if self._adapters is not None:
+                self._adapters.begin_step(adapter_slots)
+            return self._model.forward(step)
+
+        return _Graph(*self._recorder.record(forward))
 
     def _padding(self, size: int) -> AttentionBatch:
         """Rows of one token in the null block, that may grow to the longest sequence."""
@@ -145,28 +172,44 @@ class DecodeGraphs:
         at = bisect_left(self._sizes, num_rows)
         return self._sizes[at] if at < len(self._sizes) else None
 
-    def serves(self, num_tokens: NDArray[np.int32]) -> bool:
-        """Whether a step with these token counts is a decode step that has a graph."""
-        return bool(self._buckets) and num_tokens.size <= self._sizes[-1] and int(num_tokens.max()) == 1
+    def serves(self, num_tokens: NDArray[np.int32], *, with_adapters: bool = False) -> bool:
+        """Whether a step with these token counts is a decode step that has a graph. with_adapters: some row has one."""
+        if not self._buckets or (with_adapters and not self._has_adapted):
+            return False
+        return num_tokens.size <= self._sizes[-1] and int(num_tokens.max()) == 1
 
-    def run(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Kept:
-        """Replay. What it keeps is overwritten by the next replay. token_ids, positions: [num_rows] int64."""
+    def run(
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, adapter_slots: Tensor | None = None
+    ) -> Kept:
+        """Replay. What it keeps is overwritten by the next replay of the same graph.
+
+        token_ids, positions: [num_rows] int64. adapter_slots: [num_rows] int32, or None if no row has an adapter.
+        """
         rows = batch.num_seqs
         size = self.size_for(rows)
         assert size is not None, f"no graph for {rows} rows"
         bucket = self._buckets[size]
-        self._token_ids[:rows].copy_(token_ids, non_blocking=True)
-        self._positions[:rows].copy_(positions, non_blocking=True)
-        self._token_ids[rows:size].zero_()
-        self._positions[rows:size].zero_()
+        graph = bucket.plain
+        if adapter_slots is not None:
+            assert bucket.adapted is not None, "steps with adapters run eagerly"
+            graph = bucket.adapted
+            self._fill(self._adapter_slots, adapter_slots, size, -1)
+        self._fill(self._token_ids, token_ids, size, 0)
+        self._fill(self._positions, positions, size, 0)
         self._attention.update(bucket.plan, batch)
-        bucket.replay()
+        graph.replay()
         self.num_replays += 1
-        kept = bucket.kept
+        kept = graph.kept
         return Kept(
             hidden=None if kept.hidden is None else kept.hidden[:rows],
             logits=None if kept.logits is None else kept.logits[:rows],
         )
+
+    @staticmethod
+    def _fill(buffer: Tensor, values: Tensor, size: int, padding: int) -> None:
+        """A step's values, and padding up to the size."""
+        buffer[: len(values)].copy_(values, non_blocking=True)
+        buffer[len(values) : size].fill_(padding)
 
 
 def recorder_for(device: torch.device) -> GraphRecorder | None:

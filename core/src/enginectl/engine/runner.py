@@ -135,10 +135,9 @@ class LocalRunner(Executor):
             )
 
     def _record_graphs(self) -> DecodeGraphs | None:
-        """Graphs of decode steps, on devices that have them. With adapters a step differs by its tokens' slots."""
+        """Graphs of decode steps, on devices that have them."""
         recorder = None if self._enforce_eager else recorder_for(self._device)
-        excluded = self._adapters is not None or self.model.reads_rows
-        if recorder is None or excluded or not offers_capture(self._attention):
+        if recorder is None or self.model.reads_rows or not offers_capture(self._attention):
             return None
         groups, num_rows, width = self.rows.block_table.shape
         graphs = DecodeGraphs(
@@ -149,6 +148,7 @@ class LocalRunner(Executor):
             table_shape=(groups, width),
             max_model_len=width * self.rows.block_size,
             device=self._device,
+            adapters=self._adapters,
         )
         return record_graphs(graphs)
 
@@ -217,17 +217,18 @@ class LocalRunner(Executor):
         graphs = self._graphs
         # A graph keeps every row, in order.
         keeps_all = packed.sampled.size == plan.rows.size and not packed.prompt_rows
-        if graphs is not None and keeps_all and graphs.serves(plan.num_tokens):
-            return graphs.run(inputs.token_ids, inputs.positions, inputs.batch)
+        slots = inputs.adapter_slots
+        if graphs is not None and keeps_all and graphs.serves(plan.num_tokens, with_adapters=slots is not None):
+            return graphs.run(inputs.token_ids, inputs.positions, inputs.batch, slots)
         if self._adapters is not None:
-            self._adapters.begin_step(inputs.adapter_slots)
+            self._adapters.begin_step(slots)
         return self._forward(
             ForwardInput(
                 token_ids=inputs.token_ids,
                 positions=inputs.positions,
                 keep=inputs.keep,
                 plan=self._prepare_attention(inputs.batch),
-                adapter_slots=inputs.adapter_slots,
+                adapter_slots=slots,
                 batch=inputs.batch,
                 rows=plan.rows,
             )

@@ -29,7 +29,12 @@ class AdapterBackend(ABC):
 
     Slot -1 means no adapter. A slot is referenced by each row that uses it and may be reused at zero references. A user is
     a choice that names the adapter, from the moment it is queued to its end, whether it has a row or waits.
+
+    graph_capture: `begin_step` and what it prepares read the slots on the device only, so that both are recorded in a CUDA
+    graph with the forward and replayed for other slots in the same tensor. Otherwise steps with adapters run eagerly.
     """
+
+    graph_capture: bool = False
 
     @abstractmethod
     def attach(self, model: Model) -> None:
@@ -82,5 +87,5 @@ class AdapterBackend(ABC):
     def begin_step(self, slots: Tensor | None) -> None:
         """The slot of each token of the coming forward, [num_tokens] int32, -1 for none; None: nobody uses one.
 
-        Called: once per step, before the forward.
+        Called: once per step, before the forward; where steps are replayed, once when one is recorded, with -1 throughout.
         """

@@ -160,6 +160,29 @@ class AdapterConformance:
             backend.acquire("mine")
         backend.load("mine", str(kinds[1]))
 
+    def test_a_recorded_step_is_replayed_for_other_slots(self, make_backend: MakeBackend, kinds: list[Path]) -> None:
+        backend, model = self.attached(make_backend, len(KINDS))
+        if not (backend.graph_capture and self.device.startswith("cuda")):
+            pytest.skip("nothing is recorded")
+        slots = self.acquired(backend, kinds)
+        random, dtype = torch.Generator().manual_seed(8), getattr(torch, self.dtype_name)
+        rows = [torch.randn(6, in_size, generator=random).to(dtype).to(self.device) for _, in_size, _ in SITES]
+        recorded = torch.full((6,), -1, dtype=torch.int32, device=self.device)
+
+        def run(of_tokens: Tensor) -> list[Tensor]:
+            backend.begin_step(of_tokens)
+            return model.run(rows, adapted=True)
+
+        run(recorded)  # kernels are compiled
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run(recorded)
+        for owner in ((0, 1, -1, 2, 0, -1), (3,) * 6, (-1,) * 6, (4, 3, 2, 1, 0, -1)):
+            own = torch.tensor([slots[a] if a >= 0 else -1 for a in owner], dtype=torch.int32, device=self.device)
+            recorded.copy_(own)
+            graph.replay()
+            assert all(torch.equal(mine, exact) for mine, exact in zip(found, run(own), strict=True)), owner
+
     # -- helpers -------------------------------------------------------------------------------------------------
 
     def attached(self, make_backend: MakeBackend, num_slots: int) -> tuple[AdapterBackend, SiteModel]:

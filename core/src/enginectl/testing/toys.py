@@ -244,6 +244,8 @@ class ConstantAdapters(AdapterBackend):
     target: the name of the linear inside the model's `module`. references: by slot, 0 at rest.
     """
 
+    graph_capture = True
+
     def __init__(self, hidden_size: int, target: str, *, num_slots: int = 2, scale: float = 1.0) -> None:
         self.references = [0] * num_slots
         self._names: list[str | None] = [None] * num_slots

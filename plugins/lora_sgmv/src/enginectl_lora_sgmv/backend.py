@@ -42,11 +42,12 @@ class AddingStore(Store, Protocol):
 
 class Kernels(NamedTuple):
     """make_store: what holds and adds a linear's adapters. segments: a step's slots and the ranks by slot to what
-    `AddingStore.add` reads.
+    `AddingStore.add` reads. graph_capture: neither looks at the slots on the host.
     """
 
     make_store: Callable[..., AddingStore]
     segments: Callable[[Tensor, Sequence[int]], Any]
+    graph_capture: bool = False
 
 
 Parts = Sequence[tuple[Tensor, Tensor] | None]
@@ -80,6 +81,7 @@ class SgmvAdapters(AdapterBackend):
         self._dtype = dtype
         self._device = device
         self._kernels = kernels
+        self.graph_capture = kernels.graph_capture
         self._clock = clock
         self.table = make_slots(max_loras)
         self._ranks = [0] * max_loras
@@ -262,7 +264,7 @@ def choose_kernels(name: str, device: str) -> Kernels:
             raise ConfigError(f"--sgmv.kernels triton needs a GPU, and this engine computes on {device!r}; use auto")
         from enginectl_lora_sgmv.triton_store import TritonStore, device_segments
 
-        return Kernels(TritonStore, device_segments)
+        return Kernels(TritonStore, device_segments, graph_capture=True)
     return torch_kernels()
 
 

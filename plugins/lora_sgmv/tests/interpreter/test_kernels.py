@@ -74,6 +74,22 @@ def test_inputs_cut_into_parts_and_ranks_of_several_blocks(num_tokens: int, dtyp
     assert torch.equal(found[slots < 0], out[slots < 0])
 
 
+def test_rows_of_padding_alone_add_nothing() -> None:
+    """As when a decode step is recorded as a CUDA graph, before anybody has a slot."""
+    store = TritonStore(2, 8, 64, (32,), dtype=torch.float32, device="cpu")
+    store.down.fill_(float("nan"))
+    rows, out = torch.ones(5, 64), torch.ones(5, 32)
+    found = store.add(rows, out.clone(), device_segments(torch.full((5,), -1, dtype=torch.int32), [0, 0]))
+    assert torch.equal(found, out)
+
+
+def test_ordering_tokens_never_looks_at_slots_on_the_host() -> None:
+    """What a graph records must not depend on the slots it was recorded with; a tensor without contents shows it."""
+    step = device_segments(torch.empty(5, dtype=torch.int32, device="meta"), [0, 0, 0])
+    assert step.tokens.is_meta
+    assert step.starts.shape == (4,)
+
+
 def shifted(slots: Tensor, ranks: Sequence[int]) -> DeviceSegments:
     """Each segment begins and ends a token late."""
     step = device_segments(slots, ranks)
