@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from enginectl.context import Gpu
+from enginectl.context import Gpu, Machine
 from enginectl.machine import (
     cpu_flags,
     detect_machine,
     installed_versions,
+    seen_from,
     usable_cores,
     usable_memory_bytes,
     visible_gpus,
@@ -180,3 +181,13 @@ def test_detection_imports_no_torch() -> None:
     ).stdout.split()
     assert int(cores) >= 1
     assert has_torch == "False"
+
+
+def test_parts_see_the_device_they_compute_on() -> None:
+    """Beside a CPU there is no GPU, and an architecture is asked of the GPU that was named, not of the first."""
+    first, second = Gpu("first", (8, 0), 1 << 34), Gpu("second", (9, 0), 1 << 35)
+    machine = Machine(num_cores=1, memory_bytes=1, cpu_flags=frozenset({"avx2"}), gpus=(first, second))
+    assert seen_from(machine, "cpu").gpus == ()
+    assert seen_from(machine, "cpu").cpu_flags == machine.cpu_flags
+    assert seen_from(machine, "cuda").gpus == seen_from(machine, "cuda:0").gpus == (first, second)
+    assert seen_from(machine, "cuda:1").gpus == (second, first)
