@@ -38,6 +38,9 @@ CASES: list[tuple[int, int, int, dict[str, Any], int]] = [
     (32, 32, 80, {}, 16),
     (128, 8, 128, {}, 16),
 ]
+DRY_CASES = [(4, 1, 128, {}, 16), (7, 1, 64, {}, 16), (3, 1, 64, {}, 1)]
+"""The first ones with fewer heads: the interpreter takes time for each."""
+
 WORK = [
     [(0, 1), (1, 1), (2, 1)],
     [(0, 1), (1, 5), (2, 3)],
@@ -51,7 +54,7 @@ def kernels(bench: Bench) -> None:
     # Memory that is handed out uninitialised holds NaN: a number nobody wrote shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
     seed = int.from_bytes(os.urandom(4), "little")
-    few = bench.dry_run or bench.small
+    cases = bench.sizes(CASES[:3] if bench.small else CASES, DRY_CASES)
     for dtype in ("bfloat16", "float16", "float32") if not bench.dry_run else ("float32", "float16"):
         for name, build in backends(bench).items():
             worst = 0.0
@@ -59,7 +62,7 @@ def kernels(bench: Bench) -> None:
             if isinstance(build, str):
                 bench.add(backend=name, dtype=dtype, skipped=build)
                 continue
-            for heads, kv_heads, dim, changes, block in CASES[:3] if few else CASES:
+            for heads, kv_heads, dim, changes, block in cases:
                 layer = LayerSpec(
                     num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, v_head_dim=dim, scale=dim**-0.5, **changes
                 )
@@ -174,7 +177,9 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec, sinks: Te
 
 def conformance(bench: Bench) -> None:
     """The kits, on the GPU. A dry run collects them."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "core/tests", "plugins"]
+    found = (path for folder in ("core/tests", "plugins") for path in (ROOT / folder).rglob("test_*.py"))
+    files = sorted(str(path) for path in found if "mark.gpu" in path.read_text())  # importing the others takes long
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files]
     if bench.dry_run:
         command.append("--collect-only")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
