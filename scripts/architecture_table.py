@@ -42,6 +42,8 @@ def check(name: str, directory: Path) -> dict[str, Any]:
             served = serve(path, depth=depth, whole_prompts=architecture.whole_prompts)
             if served.tokens != expected:
                 return found | {"route": served.route, "wrong": f"other tokens than generate, at overlap depth {depth}"}
+            if not served.num_preemptions or (served.num_chunks > 0) is architecture.whole_prompts:
+                return found | {"route": served.route, "wrong": "not strained: no row was preempted, or none chunked"}
         found |= {"route": served.route, "traits": sorted(traits_of(served.spec))}
         if architecture.native:
             found["native"] = serve(path, family="native").tokens == expected

@@ -31,7 +31,7 @@ Mutant = Callable[[Provider], Provider]
 NUM_TOKENS = 12
 TOKEN_BUDGET = 16
 MAX_MODEL_LEN = 48
-NUM_BLOCKS, BLOCK_SIZE = 20, 4
+NUM_BLOCKS, BLOCK_SIZE = 16, 4
 
 
 def prompts() -> list[list[int]]:
@@ -157,11 +157,8 @@ def _exchange(host: PluginHost, role: Role, name: str, change: Mutant) -> None:
 
 def _generate(engine: Assembled) -> list[list[int]]:
     answers = Answers()
-    ends = engine.info.eos_token_ids
     for key, prompt in enumerate(prompts()):
-        engine.core.add(
-            free_request(key, prompt, NUM_TOKENS, params=SamplingParams(temperature=0.0), eos_token_ids=ends)
-        )
+        engine.core.add(free_request(key, prompt, NUM_TOKENS, params=SamplingParams(temperature=0.0)))
     while engine.core.has_work:
         answers.take(engine.core.step())
     errors = {key: end.error for key, end in answers.finished.items() if end.error is not None}
@@ -171,10 +168,13 @@ def _generate(engine: Assembled) -> list[list[int]]:
 
 
 def reference(path: Path) -> list[list[int]]:
-    """What the library's `generate` says to `prompts()`, one at a time, greedy, fp32."""
+    """What the library's `generate` says to `prompts()`, one at a time, greedy, fp32, without an end of sequence: the
+    strain is the same for all.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
     answers = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
