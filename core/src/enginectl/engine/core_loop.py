@@ -33,8 +33,6 @@ from enginectl.types import EngineRequest, EngineStats, FinishReason, StepOutput
 log = logging.getLogger("enginectl.engine")
 
 IntRows = NDArray[np.int32]
-_Ended = tuple[IntRows, IntRows, NDArray[np.bool_]]
-_NO_ROWS = np.zeros(0, np.int32)
 _REPORT_INTERVAL_S = 60.0
 _NEVER = np.iinfo(np.int32).max
 """Blocks that a row seems to have published, so that it publishes no others."""

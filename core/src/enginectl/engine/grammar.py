@@ -102,16 +102,14 @@ class GrammarRows:
     def mask(
         self, logits: torch.Tensor, rows: NDArray[np.int32], starts: NDArray[np.intp], drafts: list[NDArray[np.int32]]
     ) -> None:
-        """Mask logits [k, vocab_size] in place. Row i's positions start at starts[i], one more than its drafts.
+        """Mask logits [k, vocab_size] in place, of rows with a grammar. Row i's positions start at starts[i], one more
+        than its drafts.
 
         Each matcher walks its drafts and is rolled back; positions after a draft it refuses stay unmasked, they cannot
         be accepted.
         """
         for row, start, draft in zip(rows.tolist(), starts.tolist(), drafts, strict=True):
-            matcher = self._matchers.get(row)
-            if matcher is None:
-                continue
-            walked = 0
+            matcher, walked = self._matchers[row], 0
             try:
                 for offset in range(len(draft) + 1):
                     self._mask[:] = False

@@ -127,8 +127,9 @@ class StepSampler:
         for part in active:
             part.apply(logits, batch)
         if not self._grammars.is_empty:
-            starts = np.cumsum(widths) - widths
-            self._grammars.mask(logits, rows, starts, [d[: w - 1] for d, w in zip(drafts, widths, strict=True)])
+            which = np.flatnonzero(self._grammars.constrained(rows))
+            starts, own = (np.cumsum(widths) - widths)[which], zip(drafts[which], widths[which], strict=True)
+            self._grammars.mask(logits, rows[which], starts, [draft[: width - 1] for draft, width in own])
         return self._sample_tokens(logits, batch), raw
 
     def _index(self, at: NDArray[np.intp]) -> Tensor:

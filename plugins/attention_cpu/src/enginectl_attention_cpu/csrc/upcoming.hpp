@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -29,16 +30,18 @@ class Upcoming {
     values_.store(static_cast<const char*>(values), std::memory_order_relaxed);
     key_bytes_.store(key_bytes, std::memory_order_relaxed);
     value_bytes_.store(value_bytes, std::memory_order_relaxed);
-    count_ = 0;
+    count_.store(0, std::memory_order_relaxed);
   }
   // False when there is enough.
   bool add(int32_t block) {
-    blocks_[count_++].store(block, std::memory_order_relaxed);
+    const int at = count_.fetch_add(1, std::memory_order_relaxed);
+    if (at >= MAX_BLOCKS) return false;
+    blocks_[at].store(block, std::memory_order_relaxed);
     const size_t bytes = key_bytes_.load(std::memory_order_relaxed) + value_bytes_.load(std::memory_order_relaxed);
-    return count_ < MAX_BLOCKS && count_ * bytes < MAX_BYTES;
+    return (at + 1) * bytes < MAX_BYTES;
   }
   void end() {
-    num_pieces_.store(2 * count_, std::memory_order_relaxed);
+    num_pieces_.store(2 * std::min(count_.load(std::memory_order_relaxed), MAX_BLOCKS), std::memory_order_relaxed);
     taken_.store(0, std::memory_order_release);
   }
 
@@ -57,7 +60,7 @@ class Upcoming {
 
  private:
   static constexpr int END = 1 << 30;
-  int count_ = 0;
+  std::atomic<int> count_{0};
   std::atomic<const char*> keys_{nullptr}, values_{nullptr};
   std::atomic<size_t> key_bytes_{0}, value_bytes_{0};
   std::atomic<int> num_pieces_{0};
