@@ -111,8 +111,8 @@ class FlashInferBlock(Block):
             q, k = self._normalise(q, self._q_norm), self._normalise(k, self._k_norm)
         if spec.rotary_dim and not spec.no_rope:
             self._rope.turn(q, k, spec.head_dim, cos, sin)
-        heads = (-1, spec.head_dim)
-        return q.unflatten(1, heads), k.unflatten(1, heads), v.unflatten(1, heads)
+        heads = (rows.shape[0], -1, spec.head_dim)
+        return q.view(heads), k.view(heads), v.view(heads)
 
     def _normalise(self, rows: Tensor, norm: Op) -> Tensor:
         """Each head by itself, or all of them together. Gemma's kernel has no form for heads, so they become rows."""
