@@ -21,7 +21,6 @@ class Columns:
     running: what the scheduler sees, its counts to be set.
     """
 
-    rows: NDArray[np.int32]
     keys: bytes
     stop_ids: NDArray[np.int32]
     last: NDArray[np.int32]
@@ -142,9 +141,8 @@ class RowTable:
                 self.tenant[rows],
                 self._tenant_names,
             )
-            found = self._columns = Columns(
-                rows, self.keys[rows].tobytes(), self.stop_ids[rows], self.max_tokens[rows] - 1, running
-            )
+            keys = self.keys[rows].tobytes()
+            found = self._columns = Columns(keys, self.stop_ids[rows], self.max_tokens[rows] - 1, running)
         return found
 
     def _enter(self, name: str) -> int:
