@@ -334,6 +334,40 @@ def test_output_counts_and_reading_leaves_room_for_who_has_had_less() -> None:
     assert scheduler.grant(rows, StepBudget(100, 100, num_free_rows=0), 0.0).tolist() == [1] * 10 + [90]
 
 
+def test_a_step_that_is_planned_anew_is_paid_for_once() -> None:
+    """Blocks ran out, a row gave way, and what the first answer had granted stayed on the counters."""
+    scheduler = FairScheduler(output_weight=1.0)
+    rows = running([1, 1, 1], tenant=[0, 0, 1], tenants=("a", "b"))
+    budget = StepBudget(100, 100)
+    scheduler.grant(rows, budget, 1.0)
+    scheduler.grant(rows, budget, 2.0)
+    scheduler.victims(rows, 2.0)
+    scheduler.finished(waiting(1, tenant="a"), 2.0)
+    scheduler.grant(running([1, 1], tenant=[0, 1], tenants=("a", "b")), budget, 2.0)
+    assert (scheduler.service("a") + 4096, scheduler.service("b") + 4096) == (3.0, 2.0)
+    scheduler.grant(running([1], tenant=[1], tenants=("a", "b")), budget, 3.0)
+    scheduler.grant(running([1], tenant=[1], tenants=("a", "b")), budget, 3.0)
+    assert (scheduler.service("a") + 4096, scheduler.service("b") + 4096) == (3.0, 3.0)
+
+
+def test_what_is_paid_is_what_was_made_under_preemption() -> None:
+    """Law 15: every output token is on a counter once, however often steps were planned anew."""
+    scheduler = FairScheduler(output_weight=1.0)
+    paid = dict.fromkeys("abc", 0.0)
+    loop = free_core(num_blocks=20, max_model_len=60, scheduler=scheduler)
+    for key in range(30):
+        loop.core.add(free_request(key, [1 + key] * 8, 24, tenant="abc"[key % 3], arrival_s=float(key)))
+    start = {name: scheduler.service(name) for name in paid}
+    loop.run()
+    assert loop.core.stats().num_preemptions > 3
+    for name in paid:
+        paid[name] = scheduler.service(name) - start[name] - 10 * 8
+        # A prompt's last chunk makes a token too, and so does a resumed row's: they are reading, not decoding.
+        assert paid[name] <= 10 * 24
+    assert sum(paid.values()) > 0.5 * 30 * 24
+    loop.close()
+
+
 def test_rows_of_the_most_served_tenant_give_way() -> None:
     scheduler = FairScheduler()
     scheduler._service = {"a": 5.0, "b": 50.0}

@@ -47,6 +47,9 @@ class FairScheduler(QueueScheduler):
         """Who was admitted last; its counter is the level when nobody waits."""
         self._work = np.zeros(16)
         """Output tokens by tenant index since they were last put on the counters."""
+        self._granted = np.zeros(0)
+        """What the grant at `_granted_at` noted: core asks anew in the same step when blocks ran out."""
+        self._granted_at = -1.0
         self._names: Sequence[str] = ()
         self._keep = _KEPT
 
@@ -115,7 +118,12 @@ class FairScheduler(QueueScheduler):
     # -- accounts ------------------------------------------------------------------------------------------------
 
     def grant(self, running: RunningRows, budget: StepBudget, now: float) -> NDArray[np.int32]:
-        """Rows that decode first, then prompts of the least served tenants. Output tokens are noted."""
+        """Rows that decode first, then prompts of the least served tenants. Output tokens are noted.
+
+        Of several answers at one time the last counts: core asked again, with a row less or without drafts.
+        """
+        if now == self._granted_at:
+            self._take_back()
         counts = first_come(running.num_pending, budget)
         if (counts > budget.max_decode).any() or (counts < running.num_pending).any():
             counts = self._share(running, budget)
@@ -125,7 +133,13 @@ class FairScheduler(QueueScheduler):
             self._work = np.concatenate((self._work, np.zeros(2 * work.size - self._work.size)))
         self._work[: work.size] += work
         self._names = running.tenants
+        self._granted, self._granted_at = work, now
         return counts
+
+    def _take_back(self) -> None:
+        """The step will not do what was granted. Indices of tenants are the same until rows are admitted."""
+        self._work[: self._granted.size] -= self._granted
+        self._granted = self._granted[:0]
 
     def _share(self, running: RunningRows, budget: StepBudget) -> NDArray[np.int32]:
         """Somebody reads: prompts go by their tenants' counters, and leave room for a less served one that waits."""
@@ -141,7 +155,8 @@ class FairScheduler(QueueScheduler):
         return by_rank(running, service, budget)
 
     def victims(self, running: RunningRows, now: float) -> NDArray[np.intp]:
-        """Rows of the most served tenant, newest first."""
+        """Rows of the most served tenant, newest first; what was granted to them was for nothing."""
+        self._take_back()
         self._settle()
         return worst_first(self._service_of(running), running.arrival_s)
 

@@ -87,7 +87,8 @@ class Scheduler(ABC):
         """How many tokens each running row advances, [n] int32, 0 to wait. The sum may not exceed the budget.
 
         The default serves rows in admission order, as far as the budget goes.
-        Called: once per step, with arrays; do not loop over rows here.
+        Called: once per step, with arrays; do not loop over rows here. When blocks run out it is asked again with the
+        same `now` and other rows or fewer pending tokens: the last answer is what the step does.
         """
         return first_come(running.num_pending, budget)
 
