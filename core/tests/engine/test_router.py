@@ -29,7 +29,13 @@ BROKEN = 13
 class Letters(Detokenizer, TextStream):
     """Token 0 is `a`; the token BROKEN cannot be shown."""
 
+    left = -1
+    """How many choices can be started, if not any number."""
+
     def start(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> TextStream:
+        if self.left == 0:
+            raise ValueError("cannot start")
+        self.left -= 1
         return self
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -46,7 +52,8 @@ class Router:
 
     def __init__(self) -> None:
         self.ended: list[FinishedRequest] = []
-        self.router = OutputRouter(Letters(), fake_info(), on_finished=self._on_finished)
+        self.letters = Letters()
+        self.router = OutputRouter(self.letters, fake_info(), on_finished=self._on_finished)
 
     def _on_finished(self, ticket: Ticket, error: str | None) -> None:
         self.ended.append(ticket.finished(error))
@@ -153,3 +160,16 @@ def test_text_that_cannot_be_made_ends_its_choice_alone() -> None:
     assert whole(good.take()) == ("b", [1])
     assert [ended.request_id for ended in router.ended] == ["bad"]
     assert router.router.num_open == 1
+
+
+def test_a_request_whose_text_cannot_begin_leaves_nothing_open() -> None:
+    """The choices started before the fault stayed in the count, and the queue filled up with them."""
+    router = Router()
+    router.letters.left = 2
+    with pytest.raises(ValueError, match="cannot start"):
+        router.open("bad", n=3)
+    assert (router.router.num_open, router.router.num_queued_tokens, router.router.tickets) == (0, 0, {})
+    router.letters.left = -1
+    ticket, keys = router.open("good", n=2)
+    assert ticket.keys == set(keys)
+    assert router.router.num_open == 2

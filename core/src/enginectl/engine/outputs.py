@@ -49,10 +49,13 @@ class OutputBuilder:
     def _add_logprobs(
         self, rows: _IntRows, counts: _IntRows | None, logprobs: Mapping[int, list[TokenLogprobs]]
     ) -> None:
-        for i, row in enumerate(rows.tolist()):
-            if row in logprobs:
-                kept = logprobs[row][: 1 if counts is None else int(counts[i])]
-                self._logprobs.append(KeyedLogprobs(int(self._table.keys[row]), tuple(kept)))
+        """Looks at rows that asked, only; some of them may have ended meanwhile."""
+        asked = np.zeros(len(self._table.requests), np.bool_)
+        asked[list(logprobs)] = True
+        for i in np.flatnonzero(asked[rows]).tolist():
+            row = int(rows[i])
+            kept = logprobs[row][: 1 if counts is None else int(counts[i])]
+            self._logprobs.append(KeyedLogprobs(int(self._table.keys[row]), tuple(kept)))
 
     def add_prompt_logprobs(self, entries: Mapping[int, list[TokenLogprobs]], first: Mapping[int, int]) -> None:
         """Entries of prompt positions computed in this step, by row. first: where each row's step began.

@@ -27,7 +27,7 @@ log = logging.getLogger("enginectl.client")
 
 _POLL_S = 0.02
 _LATE_S = 1.0
-"""The engine ends what has run out of time itself; so much later, this side does it for an engine that hangs."""
+"""The engine ends what has run out of time itself, between steps; so much later, this side does it."""
 _ABORT_S = 1.0
 """How long an engine may take to answer aborts at shutdown: a step, on a slow machine."""
 
@@ -223,11 +223,13 @@ class RoutedClient(EngineClient):
 
 
 async def _until_late(news: asyncio.Future[None], ticket: Ticket) -> None:
-    """Wait for news. Raises DeadlineError if there is none long after the request's time was over."""
+    """Wait for news. Raises DeadlineError if there is none long after the request's time was over: the step that runs
+    is long (a CPU reads a large prompt), or hangs, which nobody can tell from here.
+    """
     timeout_s = ticket.request.timeout_s
     assert timeout_s is not None, "called for requests with a deadline"
     try:
         async with asyncio.timeout(ticket.arrival_s + timeout_s + _LATE_S - time.monotonic()):
             await news
     except TimeoutError:
-        raise DeadlineError(f"timeout of {timeout_s} s exceeded, and the engine does not answer") from None
+        raise DeadlineError(f"timeout of {timeout_s} s exceeded; the step that ran then has not ended yet") from None

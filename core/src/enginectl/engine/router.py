@@ -164,7 +164,7 @@ class OutputRouter:
         return running, frozenset(name for has_begun, name in named if not has_begun and name is not None)
 
     def open(self, request: GenerateRequest, wake: Callable[[], None]) -> tuple[Ticket, list[EngineRequest]]:
-        """Register a checked request; send the returned choices to the engine."""
+        """Register a checked request; send the returned choices to the engine. If it raises, nothing has changed."""
         params = request.params
         ticket = Ticket(request, wake)
         matcher = StopMatcher(params.stop) if params.stop else None
@@ -172,13 +172,12 @@ class OutputRouter:
         prompt = np.asarray(request.prompt_token_ids, np.int32).tobytes()
         room = self.info.max_model_len - len(request.prompt_token_ids)
         eos = () if params.ignore_eos else self.info.eos_token_ids
-        specs = []
+        first, specs, choices = self._next_key, [], {}
         for index in range(params.n):
-            key, self._next_key = self._next_key, self._next_key + 1
+            key = first + index
             stream = self._detokenizer.start(request.prompt_token_ids, params)
             text = ChoiceText(index, stream, params, eos_token_ids=eos, matcher=matcher)
-            self._choices[key] = _Choice(key, index, text, ticket)
-            ticket.keys.add(key)
+            choices[key] = _Choice(key, index, text, ticket)
             specs.append(
                 EngineRequest(
                     key=key,
@@ -197,6 +196,9 @@ class OutputRouter:
                     timeout_s=request.timeout_s,
                 )
             )
+        self._next_key = first + params.n
+        self._choices.update(choices)
+        ticket.keys.update(choices)
         self.tickets[request.request_id] = ticket
         return ticket, specs
 
