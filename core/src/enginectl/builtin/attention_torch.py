@@ -20,6 +20,7 @@ from enginectl.context import BuildContext
 from enginectl.errors import ConfigError
 from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
 from enginectl.interfaces.model import LayerSpec
+from enginectl.transfer import to_device
 
 MAX_PIECE = {"cpu": 256, "cuda": 1024}
 """Most queries of one row in a tile; a longer prompt is cut, which also skips keys its early queries cannot see."""
@@ -162,7 +163,7 @@ class TorchAttention(AttentionBackend):
     ) -> Tile:
         num_queries = int(pieces.num_queries[members[0]])
         packed = np.stack([pieces.row[members], start[members], pieces.stop[members]])
-        row, first, stop = torch.from_numpy(packed).to(self._device, non_blocking=True).unsqueeze(-1)
+        row, first, stop = to_device(packed, self._device).unsqueeze(-1)
         key = first + torch.arange(length, device=self._device)  # [num_rows, length]
         # Padding repeats the row's own last key: no slot is ever read that its sequence has not written.
         stored = torch.minimum(key, stop - 1)
@@ -227,7 +228,7 @@ def token_index(starts: NDArray[np.int64], num_queries: int, device: torch.devic
     if len(starts) == 1 or np.all(np.diff(starts) == num_queries):
         return slice(int(starts[0]), int(starts[-1]) + num_queries)
     tokens = (starts[:, None] + np.arange(num_queries)).reshape(-1)
-    return torch.from_numpy(tokens).to(device, non_blocking=True)
+    return to_device(tokens, device)
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: LayerSpec, sinks: Tensor | None) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from enginectl.engine.rows import Packed, RunnerRows
@@ -13,6 +12,7 @@ from enginectl.engine.verify import usable_drafts
 from enginectl.interfaces.executor import NewRow, StepPlan, StepResult
 from enginectl.interfaces.model import Kept
 from enginectl.interfaces.speculator import DraftBatch, Speculator
+from enginectl.transfer import to_device
 
 log = logging.getLogger("enginectl.runner")
 
@@ -62,8 +62,8 @@ class Drafter:
         if self._speculator.reads_hidden:
             assert kept.hidden is not None, "compose checks that the model offers hidden rows"
             first = np.cumsum(packed.widths) - packed.widths
-            last = torch.from_numpy((first + result.num_new - 1).astype(np.int64))
-            hidden = kept.hidden[last.to(kept.hidden.device)]
+            last = (first + result.num_new - 1).astype(np.int64)
+            hidden = kept.hidden.index_select(0, to_device(last, kept.hidden.device))
         try:
             batch = DraftBatch(rows, num_tokens, limit, self._rows.token_ids, hidden)
             drafts, counts = self._speculator.propose(batch)

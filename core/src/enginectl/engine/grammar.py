@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from enginectl.errors import RequestError, unknown
 from enginectl.interfaces.grammar import GrammarBackend, GrammarMatcher
+from enginectl.transfer import to_device
 from enginectl.types import StructuredOutputs
 
 _CACHE_SIZE = 256
@@ -64,11 +65,10 @@ class GrammarHost:
 class GrammarRows:
     """The matchers of the rows that have one."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, max_num_seqs: int) -> None:
         self._matchers: dict[int, GrammarMatcher] = {}
         self._ends: dict[int, tuple[int, ...]] = {}
         self._has = np.zeros(max_num_seqs, np.bool_)
-        self._mask = np.zeros(vocab_size, np.bool_)
 
     def add_row(
         self, row: int, matcher: GrammarMatcher, output_ids: NDArray[np.int32], eos_token_ids: tuple[int, ...]
@@ -100,7 +100,7 @@ class GrammarRows:
         return self._has[rows]
 
     def mask(
-        self, logits: torch.Tensor, rows: NDArray[np.int32], starts: NDArray[np.intp], drafts: list[NDArray[np.int32]]
+        self, logits: Tensor, rows: NDArray[np.int32], starts: NDArray[np.intp], drafts: list[NDArray[np.int32]]
     ) -> None:
         """Mask logits [k, vocab_size] in place, of rows with a grammar. Row i's positions start at starts[i], one more
         than its drafts.
@@ -108,19 +108,23 @@ class GrammarRows:
         Each matcher walks its drafts and is rolled back; positions after a draft it refuses stay unmasked, they cannot
         be accepted.
         """
+        allowed = np.zeros((sum(len(draft) + 1 for draft in drafts), logits.shape[1]), np.bool_)
+        masked: list[int] = []
         for row, start, draft in zip(rows.tolist(), starts.tolist(), drafts, strict=True):
             matcher, walked = self._matchers[row], 0
             try:
                 for offset in range(len(draft) + 1):
-                    self._mask[:] = False
-                    matcher.fill_mask(self._mask)
-                    allowed = torch.from_numpy(self._mask).to(logits.device)
-                    logits[start + offset].masked_fill_(~allowed, float("-inf"))
+                    matcher.fill_mask(allowed[len(masked)])
+                    masked.append(start + offset)
                     if offset == len(draft) or not matcher.accept(int(draft[offset])):
                         break
                     walked += 1
             finally:
                 matcher.rollback(walked)
+        # All of them in one copy, which the host does not wait for.
+        forbidden = to_device(~allowed[: len(masked)], logits.device)
+        for at, row_mask in zip(masked, forbidden.unbind(), strict=True):
+            logits[at].masked_fill_(row_mask, float("-inf"))
 
     def accept(
         self, rows: NDArray[np.int32], token_ids: NDArray[np.int32], num_new: NDArray[np.int32]

@@ -93,7 +93,7 @@ class LocalRunner(Executor):
         self._processors = list(processors)
         self._adapters = adapters
         self._drafter = None if speculator is None else Drafter(speculator, rows, model.spec.vocab_size)
-        self._grammars = GrammarRows(max_rows, model.spec.vocab_size)
+        self._grammars = GrammarRows(max_rows)
         self._device = torch.device(device)
         self._dtype = dtype
         self._enforce_eager = enforce_eager
@@ -231,6 +231,7 @@ class LocalRunner(Executor):
                 adapter_slots=slots,
                 batch=inputs.batch,
                 rows=plan.rows,
+                keep_host=packed.keep,
             )
         )
 

@@ -18,6 +18,7 @@ from enginectl.engine.verify import verify
 from enginectl.interfaces.executor import StepResult
 from enginectl.interfaces.model import Kept, Model
 from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch, Sampler
+from enginectl.transfer import to_device
 from enginectl.types import TokenLogprobs
 
 NO_ROWS = np.zeros(0, np.int32)
@@ -123,7 +124,7 @@ class StepSampler:
         logits = self._model.logits(kept, head)
         raw = None
         if wants_raw:
-            raw = logits[self._index(np.nonzero(self._rows.num_logprobs[batch.rows] >= 0)[0])]
+            raw = logits.index_select(0, self._index(np.flatnonzero(self._rows.num_logprobs[batch.rows] >= 0)))
         for part in active:
             part.apply(logits, batch)
         if not self._grammars.is_empty:
@@ -133,7 +134,7 @@ class StepSampler:
         return self._sample_tokens(logits, batch), raw
 
     def _index(self, at: NDArray[np.intp]) -> Tensor:
-        return torch.from_numpy(at).to(self._device)
+        return to_device(at, self._device)
 
     # -- on the host ---------------------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class StepSampler:
         if (own != 1).any():  # rows of rejected drafts are left out
             first = np.cumsum(own) - own
             at = np.arange(int(ends[-1])) + np.repeat(first - (ends - counts), counts)
-            raw = raw[self._index(at)]
+            raw = raw.index_select(0, self._index(at))
         chosen = tokens[asked][np.arange(tokens.shape[1]) < counts[:, None]]
         entries = token_logprobs(raw, chosen.astype(np.int64), np.repeat(num_top[asked], counts))
         starts = (ends - counts).tolist()

@@ -60,8 +60,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ForwardInput:
     """One step for the model, packed. token_ids, positions: [num_tokens] int64. keep: [num_kept] int64, the tokens
     whose next-token logits are wanted. plan: the attention backend's. adapter_slots: [num_tokens] int32 or None when
-    no token uses an adapter. For models whose `reads_rows` is true: batch is what the plan was prepared from, and rows
-    [num_seqs] int32 the places its sequences hold in the persistent batch. A sequence keeps its row until it ends or is
+    no token uses an adapter. For models whose `reads_rows` is true: batch is what the plan was prepared from, keep_host is
+    keep on the host, and rows [num_seqs] int32 are the places its sequences hold in the persistent batch. A sequence keeps its row until it ends or is
     preempted, and is computed from position 0 again whenever it gets one.
     """
 
@@ -72,6 +72,7 @@ class ForwardInput:
     adapter_slots: Tensor | None = None
     batch: AttentionBatch | None = None
     rows: NDArray[np.int32] | None = None
+    keep_host: NDArray[np.int64] | None = None
 
 
 @dataclass(slots=True)

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from enginectl.transfer import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class Pages:
@@ -61,7 +63,7 @@ def make_pages(
     np.cumsum(counts, out=indptr[1:])
     device = block_table.device
     numbers = np.stack([counts, first, indptr[:-1]]).astype(np.int64)
-    packed = on_host(numbers, device).to(device, non_blocking=True)
+    packed = to_device(numbers, device)
     total = int(indptr[-1])
     row = torch.repeat_interleave(torch.arange(len(counts), device=device), packed[0], output_size=total)
     column = torch.arange(total, device=device) - packed[2][row] + packed[1][row]

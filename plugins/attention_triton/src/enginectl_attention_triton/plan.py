@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from enginectl.interfaces.attention import AttentionBatch
+from enginectl.transfer import to_device
 from enginectl_attention_triton.config import NARROW_QUERIES, Shape, Tile, narrow_tile, num_splits, wide_tile
 
 
@@ -117,7 +118,7 @@ def _part(
         tile,
         queries,
         num_tiles,
-        None if table is None else torch.from_numpy(table).to(device.name, non_blocking=True),
+        None if table is None else to_device(table, device.name),
         splits,
         torch.empty(rows * shape.v_head_dim, dtype=torch.float32, device=device.name),
         torch.empty(rows, dtype=torch.float32, device=device.name),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from enginectl.builtin.sampling.noise import seed_word, uniform
 from enginectl.builtin.sampling.sampler import GREEDY_TEMPERATURE
 from enginectl.context import BuildContext
 from enginectl.interfaces.sampler import SampleBatch, Sampler
+from enginectl.transfer import to_device
 from enginectl.types import SamplingParams
 from enginectl_attention_triton.op_launch import argmax, sample
 
@@ -57,15 +57,7 @@ class TritonSampler(Sampler):
         bits = weight_bits(-(-logits.shape[1] // BLOCK) * BLOCK)
         params[3] *= 2.0**bits
         params[4] = uniform(self._seed[rows], self._choice[rows], batch.positions)
-        return sample(logits, _to_device(params, logits.device), bits)
-
-
-def _to_device(array: NDArray[np.float64], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    # Pinned, so that the copy does not wait; torch keeps such memory and reuses it once the copy is done.
-    return tensor.pin_memory().to(device, non_blocking=True)
+        return sample(logits, to_device(params, logits.device), bits)
 
 
 def build(ctx: BuildContext) -> TritonSampler:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
+
+from enginectl.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def segments_of(slots: Tensor, ranks: Sequence[int]) -> Segments:
     starts = (0, *np.cumsum(counts[1:][list(present)]).tolist())
     return Segments(
         num_tokens=host.size,
-        tokens=torch.from_numpy(tokens).to(slots.device),
+        tokens=to_device(tokens, slots.device),
         slots=present,
         starts=starts,
         rank=max(ranks[slot] for slot in present),

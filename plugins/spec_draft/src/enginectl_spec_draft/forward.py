@@ -10,6 +10,7 @@ from enginectl.context import LoadedModel
 from enginectl.interfaces.attention import AttentionBatch
 from enginectl.interfaces.model import ForwardInput, Kept
 from enginectl.interfaces.speculator import DraftStore
+from enginectl.transfer import to_device
 
 IntRows = NDArray[np.int32]
 
@@ -70,5 +71,4 @@ class DraftForward:
         )
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+        return to_device(array, self._device)

@@ -15,9 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+
+from enginectl.transfer import to_device
 
 BLOCK = 64
 _LIST_WIDTH = 64
@@ -71,12 +75,17 @@ def select_rows(logits: Tensor, rows: Tensor) -> Tensor:
     """
     x = whole_blocks(logits.index_select(0, rows))
     broken = ~torch.isfinite(x.amax(-1))
+    if x.is_cuda:  # as above
+        return torch.where(broken[:, None], _only_best(x), x)
     if broken.any():
         at = broken.nonzero()[:, 0]
-        best = _finite(x[at]).argmax(-1)
-        x[at] = -torch.inf
-        x[at, best] = 0.0
+        x[at] = _only_best(x[at])
     return x
+
+
+def _only_best(x: Tensor) -> Tensor:
+    """Logits that can only give the argmax of the finite ones."""
+    return torch.full_like(x, -torch.inf).scatter_(1, _finite(x).argmax(-1, keepdim=True), 0.0)
 
 
 def _finite(logits: Tensor) -> Tensor:
@@ -125,22 +134,24 @@ def at_least(x: Tensor, floor: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.ge(x, floor[:, None], out=torch.empty_like(x) if out is None else out)
 
 
-def kth_largest(x: Tensor, k: Tensor) -> Tensor:
-    """[n]: the k-th largest value of each row, -inf where k is more than the row is wide. k: [n] int64, from 1."""
+def kth_largest(x: Tensor, k: NDArray[np.int64]) -> Tensor:
+    """[n]: the k-th largest value of each row, -inf where k is more than the row is wide. k: [n] from 1, on the host."""
     values = largest(x, _LIST_WIDTH)
     width = values.shape[-1]
-    answer = values.gather(1, (k.clamp(max=width) - 1)[:, None])[:, 0]
+    answer = values.gather(1, to_device(np.minimum(k, width) - 1, x.device)[:, None])[:, 0]
     off = k > x.shape[-1]
-    rows = (~off & (k > width)).nonzero()[:, 0]
-    if len(rows):
-        wanted = k[rows]
+    some = np.flatnonzero(~off & (k > width))
+    if some.size:
+        rows, wanted = to_device(some, x.device), to_device(k[some], x.device)
         answer[rows] = _bisect(x[rows], values[rows, -1], lambda keep: keep.sum(-1) >= wanted)
-    return answer.masked_fill_(off, -torch.inf)
+    return answer.masked_fill_(to_device(off, x.device), -torch.inf) if off.any() else answer
 
 
 def nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
     """[n]: the smallest weight of the nucleus, the shortest list of largest weights whose sum reaches top_p of the
     total; 0 where top_p is 1. weights: [n, width] whole. top_p: [n] float64.
+
+    Waits for the device: 30 passes over every row would take longer.
     """
     wanted = top_p * block_sums(weights).sum(-1)
     values = largest(weights, _LIST_WIDTH)
@@ -179,7 +190,8 @@ def _bisect(x: Tensor, upper: Tensor, enough: Callable[[Tensor], Tensor]) -> Ten
     """
     low, high = _order(x.amin(-1)), _order(upper)
     keep = torch.empty_like(x)
-    for _ in range(int((high - low).max()).bit_length()):
+    num_steps = 32 if x.is_cuda else int((high - low).max()).bit_length()  # asking a GPU is waiting for it
+    for _ in range(num_steps):
         middle = high - (high - low) // 2
         is_enough = enough(at_least(x, _value(middle), out=keep))
         low = torch.where(is_enough, middle, low)

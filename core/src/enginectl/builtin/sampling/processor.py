@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from enginectl.builtin.sampling.rows import RowUsers
 from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch
+from enginectl.transfer import to_device
 
 
 class RowProcessor(LogitsProcessor):
@@ -65,4 +65,4 @@ class Entries:
 
 def on_device(array: NDArray[np.generic], like: Tensor) -> Tensor:
     """A host array as a tensor beside `like`."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device, non_blocking=True)
+    return to_device(array, like.device)

@@ -85,7 +85,7 @@ class TorchSampler(Sampler):
         top_k, top_p, min_p = self._top_k[rows], self._top_p[rows], self._min_p[rows]
         keep = None
         if (top_k < x.shape[-1]).any():
-            keep = kernels.at_least(x, kernels.kth_largest(x, on_device(top_k, x)))
+            keep = kernels.at_least(x, kernels.kth_largest(x, top_k))
         temperature = self._temperature[rows]
         weights = kernels.to_weights(x, on_device(temperature, x) if (temperature != 1.0).any() else None)
         if keep is not None:

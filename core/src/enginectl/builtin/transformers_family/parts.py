@@ -14,6 +14,7 @@ from torch import Tensor
 from enginectl.builtin.transformers_family.model import TransformersModel
 from enginectl.interfaces.attention import AttentionBatch
 from enginectl.interfaces.model import ForwardInput, Kept
+from enginectl.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +56,16 @@ class PartedModel(TransformersModel):
         spans = self.cut(batch)
         if len(spans) == 1:
             return self.run(part_of(step, batch, rows, spans[0], is_whole=True), step.keep)
-        keep = step.keep.cpu()
+        keep = step.keep.cpu().numpy() if step.keep_host is None else step.keep_host
+        device = step.keep.device
         kept, order = [], []
         for span in spans:
             first, last = batch.query_start_host[list(span)].tolist()
-            inside = ((keep >= first) & (keep < last)).nonzero().flatten()
+            inside = np.flatnonzero((keep >= first) & (keep < last))
             part = part_of(step, batch, rows, span, is_whole=False)
-            kept.append(self.run(part, (keep[inside] - first).to(step.keep.device)))
+            kept.append(self.run(part, to_device(keep[inside] - first, device)))
             order.append(inside)
-        return in_order(kept, torch.cat(order).to(step.keep.device))
+        return in_order(kept, to_device(np.argsort(np.concatenate(order)), device))
 
 
 def part_of(
@@ -82,9 +84,8 @@ def part_of(
     )
 
 
-def in_order(kept: list[Kept], order: Tensor) -> Kept:
-    """Rows of several forwards as one. order: [num_kept], where each of them belongs."""
+def in_order(kept: list[Kept], at: Tensor) -> Kept:
+    """Rows of several forwards as one. at: [num_kept], which of them, in turn, each row is."""
     hidden = [part.hidden for part in kept if part.hidden is not None]
     logits = [part.logits for part in kept if part.logits is not None]
-    at = torch.argsort(order)
     return Kept(torch.cat(hidden).index_select(0, at), torch.cat(logits).index_select(0, at))

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 from enginectl.builtin.transformers_family.probe import StateShape
 from enginectl.errors import ModelError, OutOfMemoryError
+from enginectl.transfer import to_device
 from enginectl.units import format_size
 
 PLACES = 3
@@ -168,7 +169,7 @@ class StatePool:
         self._lengths[rows, place] = num_computed + num_new
 
     def _tensor(self, places: NDArray[np.integer[Any]]) -> Tensor:
-        return torch.from_numpy(places.astype(np.int64)).to(self._device)
+        return to_device(places.astype(np.int64), self._device)
 
 
 def _of(layer: Any, kind: str) -> dict[int, Any]:
