@@ -233,7 +233,7 @@ def test_a_block_is_not_published_twice() -> None:
     for known in (1, 0):
         row, table, held = ids(0), tokens(8)[None], ids(1, known)[None]
         with pytest.raises(PoolError, match="published already"):
-            index.publish_rows(FilledRows(row, ids(1), ids(2), [1], [BASE], table, held, BLOCK_SIZE))
+            index.publish_rows(FilledRows(row, ids(1), ids(2), np.ones(1, np.int64), [BASE], table, held, BLOCK_SIZE))
     assert index.num_published == 1
     assert found(index, tokens(4, seed=3)) == []
 

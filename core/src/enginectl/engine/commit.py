@@ -68,22 +68,16 @@ class Committer:
         if self._keeps_drafts:  # those that were rejected are not
             verified = np.minimum(verified, t.num_tokens[rows] - 1 - (t.in_flight[rows] > 0))
         full = verified // self._block_size
-        filled = np.flatnonzero(full > t.num_published[rows])
-        if not filled.size:
+        is_filled = full > t.num_published[rows]
+        if t.num_closing:
+            is_filled &= ~t.is_closing[rows]
+        which = is_filled.nonzero()[0]
+        if not which.size:
             return
-        rows, full = rows[filled], full[filled]
-        requests = [None if t.is_closing[row] else t.requests[row] for row in rows.tolist()]
-        open_ = [request for request in requests if request is not None]
-        if len(open_) < len(requests):
-            is_open = np.array([request is not None for request in requests], np.bool_)
-            rows, full = rows[is_open], full[is_open]
-        keys = [request.block_key for request in open_]
-        sequences = [request.key for request in open_]
-        index.publish_rows(
-            FilledRows(
-                rows, t.num_published[rows], full, sequences, keys, t.token_ids, t.block_table[0], self._block_size
-            )
-        )
+        rows, full = rows[which], full[which]
+        keys = [t.request(row).block_key for row in rows.tolist()]
+        starts, blocks = t.num_published[rows], t.block_table[0]
+        index.publish_rows(FilledRows(rows, starts, full, t.keys[rows], keys, t.token_ids, blocks, self._block_size))
         t.num_published[rows] = full
 
     def _commit_one(self, result: StepResult, rows: IntRows, base: IntRows, tokens: IntRows) -> Ended | None:

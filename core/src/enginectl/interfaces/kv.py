@@ -58,7 +58,8 @@ class KVAllocator(ABC):
     def take(self, count: int) -> tuple[BlockIds, BlockIds]:
         """Hand out `count` blocks: free ones first, then idle ones in eviction order.
 
-        Returns (ids [count], evicted): evicted is the part of ids that was idle, for the prefix index to forget.
+        Returns (ids [count], evicted): evicted is the part of ids that was idle, for the prefix index to forget. Both are
+        the caller's: steps in flight read them while the next blocks are taken.
         Raises PoolError if count > num_free + num_idle.
         Called: at most once a step in steady state, and once per admitted request.
         """
@@ -102,14 +103,14 @@ class BlockKey(msgspec.Struct, frozen=True):
 class FilledRows:
     """Rows of one step whose blocks [starts, ends) are now full and verified. Read only; valid during the call.
 
-    rows, starts, ends: [n] int32. sequences, keys: of each row. token_ids: [rows, max_tokens] int32 and block_table:
+    rows, starts, ends: [n] int32. sequences: [n] int64. keys: of each row. token_ids: [rows, max_tokens] int32 and block_table:
     [rows, max_blocks] int32 hold all rows, of which `rows` are meant.
     """
 
     rows: NDArray[np.int32]
     starts: NDArray[np.int32]
     ends: NDArray[np.int32]
-    sequences: list[int]
+    sequences: NDArray[np.int64]
     keys: list[BlockKey]
     token_ids: NDArray[np.int32]
     block_table: BlockIds
@@ -117,8 +118,8 @@ class FilledRows:
 
     def each(self) -> Iterator[tuple[int, NDArray[np.int32], BlockIds, int, BlockKey]]:
         """What `PrefixIndex.publish` takes, row by row."""
-        bounds = zip(self.rows.tolist(), self.starts.tolist(), self.ends.tolist(), strict=True)
-        for (row, start, end), sequence, key in zip(bounds, self.sequences, self.keys, strict=True):
+        rows, starts, ends, sequences = (of.tolist() for of in (self.rows, self.starts, self.ends, self.sequences))
+        for row, start, end, sequence, key in zip(rows, starts, ends, sequences, self.keys, strict=True):
             tokens, blocks = self.token_ids[row, : end * self.block_size], self.block_table[row, :end]
             yield sequence, tokens, blocks, start, key
 
@@ -128,7 +129,7 @@ class FilledRows:
             self.rows[which],
             self.starts[which],
             self.ends[which],
-            [self.sequences[i] for i in which.tolist()],
+            self.sequences[which],
             [self.keys[i] for i in which.tolist()],
             self.token_ids,
             self.block_table,

@@ -166,7 +166,7 @@ class PrefixIndexConformance:
         while (done < 10).any():
             rows = np.flatnonzero((random.random(8) < 0.7) & (done < 10)).astype(np.int32)
             ends = np.minimum(done[rows] + random.choice([1, 1, 1, 3], rows.size), 10).astype(np.int32)
-            names, some = [100 + row for row in rows.tolist()], [keys[row] for row in rows.tolist()]
+            names, some = 100 + rows.astype(np.int64), [keys[row] for row in rows.tolist()]
             filled = FilledRows(rows, done[rows], ends, names, some, table, blocks, BLOCK_SIZE)
             one.publish_rows(filled)
             PrefixIndex.publish_rows(other, filled)

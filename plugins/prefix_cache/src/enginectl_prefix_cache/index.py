@@ -24,8 +24,6 @@ _UNKNOWN = -1
 _Known = tuple[bytes, bytes, int, int]
 """What is known of a published block: digest, tokens as int32 bytes, its parent's serial number, its own."""
 
-_BEFORE_AND_AT = np.array([-1, 0])
-
 _SPAN = 64
 """Blocks that are split for the hash at once."""
 
@@ -62,7 +60,7 @@ class HashPrefixIndex(PrefixIndex):
     def __init__(self, num_blocks: int, block_size: int, hasher: BlockHasher) -> None:
         self._block_size = block_size
         self._width = 4 * block_size
-        self._offsets = np.arange(block_size)
+        self._block_dtype = np.dtype((np.void, 4 * block_size))
         self._hasher = hasher
         self._hash = hasher.hash_block
         self._by_digest: dict[bytes, int] = {}
@@ -186,38 +184,38 @@ class HashPrefixIndex(PrefixIndex):
         """A step's rows at once. Nearly all rows of a decode step fill one block behind one that is published, with
         contents that are new; the others go through `publish`.
         """
-        size, split, rows, starts = self._block_size, self._hasher.split, filled.rows[:, None], filled.starts[:, None]
-        tokens = filled.token_ids[rows, starts * size + self._offsets]
-        blocks = filled.block_table[rows, starts + _BEFORE_AND_AT].tolist()
-        hashed = None if split is split_raw else split(tokens.ravel(), size)
-        left = self._publish_next(filled, blocks, tokens.tobytes(), hashed)
+        size, split, rows, starts = self._block_size, self._hasher.split, filled.rows, filled.starts
+        most = filled.token_ids.shape[1] // size
+        whole = filled.token_ids[:, : most * size].view(self._block_dtype)  # [rows, most]
+        tokens: list[bytes] = whole[rows, starts].tolist()
+        hashed = tokens if split is split_raw else split(np.frombuffer(b"".join(tokens), np.int32), size)
+        left = self._publish_next(filled, tokens, hashed)
         if left:
             super().publish_rows(filled.select(np.array(left)))
 
-    def _publish_next(
-        self, filled: FilledRows, blocks: list[list[int]], data: bytes, hashed: list[bytes] | None
-    ) -> list[int]:
+    def _publish_next(self, filled: FilledRows, tokens: list[bytes], hashed: list[bytes]) -> list[int]:
         """Publish one block a row, and return the indices of rows that are not as simple as that.
 
-        blocks: the one before it and the block, of each row. data: the block's tokens, row after row. hashed: what is
-        hashed of each, None if that is data. The digest goes on from the one before: no chain is looked at.
+        tokens: of each row's block, as int32 bytes. hashed: what is hashed of them. The digest goes on from that of the
+        block before: no chain is looked at.
         """
+        at, table = filled.rows * filled.block_table.shape[1] + filled.starts, filled.block_table.ravel()
+        before, blocks = table.take(at - 1, mode="clip").tolist(), table.take(at).tolist()
         by_digest, known, flags, adapters = self._by_digest, self._known, self._flags, self._adapters
-        hash_block, width, serial, left = self._hash, self._width, self._last_serial, list[int]()
-        bounds = zip(filled.starts.tolist(), filled.ends.tolist(), blocks, filled.keys, strict=True)
-        for i, (start, end, (before, block), key) in enumerate(bounds):
-            parent = known[before]
+        hash_block, serial, left = self._hash, self._last_serial, list[int]()
+        starts, ends = filled.starts.tolist(), filled.ends.tolist()
+        rows = zip(starts, ends, before, blocks, tokens, hashed, filled.keys, strict=True)
+        for i, (start, end, last, block, contents, data, key) in enumerate(rows):
+            parent = known[last]
             if parent is None or start == 0 or start + 1 != end or flags[block] or not block or key.multimodal:
                 left.append(i)
                 continue
-            tokens = data[i * width : (i + 1) * width]
-            digest = hash_block(parent[0], tokens if hashed is None else hashed[i], b"")
-            if digest in by_digest:
+            digest = hash_block(parent[0], data, b"")
+            if by_digest.setdefault(digest, block) != block:
                 left.append(i)
                 continue
             serial += 1
-            by_digest[digest] = block
-            known[block] = digest, tokens, parent[3], serial
+            known[block] = digest, contents, parent[3], serial
             flags[block] = True
             if key.adapter is not None:
                 adapters[block] = key.adapter
