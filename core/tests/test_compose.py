@@ -26,6 +26,7 @@ from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch
 from enginectl.negotiate import check_capabilities
 from enginectl.plugins import Entry, Plugin, PluginHost
 from enginectl.provider import Capabilities, Provider, Role
+from enginectl.resolve import size_pool
 from enginectl.testing.tiny_models import save_tiny_model
 from enginectl.testing.toys import ConstantSpeculator, HiddenSpeculator
 
@@ -183,6 +184,35 @@ def test_a_length_nobody_asked_for_shrinks_to_the_pool(tiny_llama: Path) -> None
         assert len(output.outputs[0].token_ids) == 63
 
 
+@pytest.mark.parametrize("options", [{"max_model_len": 200}, {}], ids=["a length", "no length"])
+def test_a_pool_that_is_too_small_says_how_many_bytes_are_needed(options: dict[str, Any], tiny_llama: Path) -> None:
+    """It told a CPU to raise --gpu-memory-utilization, and nobody how much was wanting."""
+    with pytest.raises(OutOfMemoryError, match="raise --kv-cache-memory-bytes to") as caught:
+        small(tiny_llama, kv_cache_memory_bytes=30_000 if options else 100, **options)
+    message = str(caught.value)
+    assert "gpu" not in message
+    needed = int(message.rpartition("--kv-cache-memory-bytes to ")[2].split()[0])
+    with pytest.raises(OutOfMemoryError):
+        small(tiny_llama, kv_cache_memory_bytes=needed - 1, **options)
+    small(tiny_llama, kv_cache_memory_bytes=needed, **options).close()
+
+
+def test_a_gpu_is_told_of_its_share() -> None:
+    spec = model_spec()
+    config = EngineConfig(model="m", device="cuda:0", kv_cache_dtype="float32", max_num_seqs=1)
+    with pytest.raises(
+        OutOfMemoryError, match=r"hold 1 block of 16 tokens \(8 KiB each\).* to 16384 \(16 KiB\).*gpu-mem"
+    ):
+        size_pool(config, spec, MACHINE, measure=lambda: 10_000)
+
+
+def test_one_sequence_shorter_than_a_block_is_served(tiny_llama: Path) -> None:
+    """No more blocks than are of use were taken, which was one, and two are needed: refused for want of memory."""
+    with small(tiny_llama, max_model_len=8, max_num_seqs=1) as engine:
+        assert engine.info.num_kv_tokens == 32
+        assert len(engine.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids) == 4
+
+
 # -- capabilities ------------------------------------------------------------------------------------------------
 
 CONTEXT = BuildContext(EngineConfig(model="m", block_size=16), MACHINE)
@@ -299,10 +329,10 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_before_a_weight_is_loaded(tiny_
 
 def test_enforce_eager_records_no_graph(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--enforce-eager reaches the runner."""
-    from enginectl.engine import runner
+    from enginectl.engine import graphs
 
     asked: list[str] = []
-    monkeypatch.setattr(runner, "recorder_for", lambda device: asked.append(device.type))
+    monkeypatch.setattr(graphs, "recorder_for", lambda device: asked.append(device.type))
     for eager in (True, False):
         small(tiny_llama, enforce_eager=eager).close()
     assert asked == ["cpu"]

@@ -12,7 +12,7 @@ from enginectl.config import EngineConfig, ServerConfig
 from enginectl.context import Machine
 from enginectl.errors import ConfigError, ModelError, UnsupportedError, nearest
 from enginectl.logs import FORMATS, LEVELS, LogConfig
-from enginectl.units import format_size
+from enginectl.units import format_size, plural
 
 BUILTIN_EXECUTOR = "local"
 
@@ -110,7 +110,7 @@ def check_blocks(num_blocks: int, block_size: int, max_model_len: int) -> None:
     """Raise ConfigError if a number of blocks somebody chose cannot hold one sequence."""
     if num_blocks * block_size < max_model_len:
         raise ConfigError(
-            f"--num-gpu-blocks-override {num_blocks}: {num_blocks} blocks of {block_size} tokens hold fewer than "
+            f"--num-gpu-blocks-override {num_blocks}: {num_blocks} blocks of {block_size} {plural(block_size, 'token')} hold fewer than "
             f"max_model_len, {max_model_len}; give at least {-(-max_model_len // block_size)}, or lower --max-model-len"
         )
 

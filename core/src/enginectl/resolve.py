@@ -18,7 +18,7 @@ from enginectl.errors import ConfigError, OutOfMemoryError, UnsupportedError
 from enginectl.interfaces.kv import KVGroup, KVLayout
 from enginectl.interfaces.model import LayerSpec, ModelSpec
 from enginectl.interfaces.weights import Checkpoint
-from enginectl.units import format_size
+from enginectl.units import format_size, plural
 
 log = logging.getLogger("enginectl.resolve")
 
@@ -26,6 +26,7 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SHORT = {"float": "float32", "fp32": "float32", "bf16": "bfloat16", "half": "float16", "fp16": "float16"}
 _CPU_BUDGET, _GPU_BUDGET = 256, 8192
 _CPU_KV_SHARE = 0.4
+_LEAST_BLOCKS = 2
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -105,9 +106,10 @@ def resolve_lengths(config: EngineConfig, spec: ModelSpec, layout: KVLayout | No
         if config.num_gpu_blocks_override is not None:
             check_blocks(config.num_gpu_blocks_override, config.block_size, length)
         if config.max_model_len is not None:
+            needed = -(-length // layout.block_size) * sum(group.bytes_per_block for group in layout.groups)
             raise OutOfMemoryError(
-                f"the KV pool holds {capacity} tokens, fewer than --max-model-len {length}; lower it, or raise "
-                "--kv-cache-memory-bytes or --gpu-memory-utilization"
+                f"the KV pool holds {capacity} tokens, fewer than --max-model-len {length}; lower it, or "
+                f"{_more_memory(needed, config, spec)}"
             )
         log.warning("max_model_len lowered from %d to %d, what the KV pool holds", length, capacity)
         length = capacity
@@ -141,7 +143,8 @@ def size_pool(
     groups = kv_groups((*spec.layers, *more), config.block_size, itemsize)
     bytes_per_block = sum(group.bytes_per_block for group in groups)
     state = config.max_num_seqs * spec.state_bytes_per_row
-    useful = config.max_num_seqs * -(-(config.max_model_len or spec.max_model_len) // config.block_size)
+    longest = -(-(config.max_model_len or spec.max_model_len) // config.block_size)
+    useful = max(config.max_num_seqs * longest, _LEAST_BLOCKS)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     else:
@@ -149,22 +152,29 @@ def size_pool(
         if memory is None:
             memory = int(machine.memory_bytes * _CPU_KV_SHARE) if measure is None else measure()
         memory -= state
+        least = _more_memory(_LEAST_BLOCKS * bytes_per_block, config, spec)
         if memory < 0:
             raise OutOfMemoryError(
-                f"{format_size(memory + state)} for the KV cache do not hold the recurrent state of --max-num-seqs "
-                f"{config.max_num_seqs} rows ({format_size(spec.state_bytes_per_row)} each); lower it, or raise "
-                "--kv-cache-memory-bytes or --gpu-memory-utilization"
+                f"{format_size(memory + state)} for the KV cache are less than the recurrent state of --max-num-seqs "
+                f"{config.max_num_seqs} ({format_size(spec.state_bytes_per_row)} a sequence); lower it, or {least}"
             )
         num_blocks = min(memory // bytes_per_block if bytes_per_block else useful, useful)
-        if num_blocks < 2:
+        if num_blocks < _LEAST_BLOCKS:
             raise OutOfMemoryError(
-                f"{format_size(max(memory, 0))} for the KV cache hold {max(num_blocks, 0)} blocks of "
-                f"{config.block_size} tokens ({format_size(bytes_per_block)} each), at least 2 are needed; raise "
-                "--kv-cache-memory-bytes or --gpu-memory-utilization"
+                f"{format_size(memory)} for the KV cache hold {num_blocks} {plural(num_blocks, 'block')} of "
+                f"{config.block_size} {plural(config.block_size, 'token')} ({format_size(bytes_per_block)} each), at least "
+                f"{_LEAST_BLOCKS} are needed; {least}"
             )
     layout = KVLayout(groups, config.block_size, num_blocks + 1, config.kv_cache_dtype)
     _report(layout, config, spec, bytes_per_block)
     return layout
+
+
+def _more_memory(kv_bytes: int, config: EngineConfig, spec: ModelSpec) -> str:
+    """What to do so that so much KV fits beside the rows' recurrent state, on this device."""
+    needed = kv_bytes + config.max_num_seqs * spec.state_bytes_per_row
+    share = ", or --gpu-memory-utilization" if config.device.startswith("cuda") else ""
+    return f"raise --kv-cache-memory-bytes to {needed} ({format_size(needed)}) at least{share}"
 
 
 def _report(layout: KVLayout, config: EngineConfig, spec: ModelSpec, bytes_per_block: int) -> None:
@@ -174,7 +184,7 @@ def _report(layout: KVLayout, config: EngineConfig, spec: ModelSpec, bytes_per_b
         rows = config.max_num_seqs
         log.info("recurrent state: %s for %d rows (%d bytes each)", format_size(rows * size), rows, size)
     log.info(
-        "KV pool: %d tokens in %d blocks of %d (%s, %d bytes a token); %d sequences of %d tokens fit, %d of 2048",
+        "KV pool: %d tokens in %d blocks of %d (%s, %d bytes a token); sequences that fit: %d of %d tokens, %d of 2048",
         tokens,
         layout.num_blocks - 1,
         layout.block_size,

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them: 24GiB, 4GB, 512 MiB."""
+"""Sizes in bytes, as people write and read them: 24GiB, 4GB, 512 MiB; and nouns for numbers of things."""
 
 from __future__ import annotations
 
@@ -57,3 +57,8 @@ def format_size(num_bytes: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if value == int(value) else f"{value:.2f} {unit}"
+
+
+def plural(number: int, noun: str) -> str:
+    """The noun for so many: `block` for 1, else `blocks`. For nouns that take an s."""
+    return noun if number == 1 else f"{noun}s"

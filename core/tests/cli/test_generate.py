@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from enginectl.cli import batch
@@ -272,3 +273,5 @@ def test_the_start_up_log_says_how_many_sequences_fit() -> None:
         "KV cache: 4,096 tokens in 4 MiB, 1,024 bytes per token",
         "fits 64 sequences of 64 tokens",
     ]
+    one = msgspec.structs.replace(INFO, max_model_len=INFO.num_kv_tokens)
+    assert capacity_lines(one)[1] == "fits 1 sequence of 4,096 tokens"

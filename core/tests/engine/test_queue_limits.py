@@ -52,7 +52,7 @@ def test_more_choices_than_may_run_and_wait_are_refused() -> None:
     client = Sink(max_num_queued_requests=3)
     client.submit("a", n=4)
     client.submit("b")
-    with pytest.raises(OverloadedError, match="5 choices are open, 2 may run and 3 wait") as caught:
+    with pytest.raises(OverloadedError, match="open choices: 5; 2 may run and 3 wait") as caught:
         client.submit("c")
     assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
     assert client.router is not None

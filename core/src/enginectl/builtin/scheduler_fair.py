@@ -47,7 +47,7 @@ class FairScheduler(QueueScheduler):
         """Who was admitted last; its counter is the level when nobody waits."""
         self._work = np.zeros(16)
         """Output tokens by tenant index since they were last put on the counters."""
-        self._granted = np.zeros(0)
+        self._granted: NDArray[np.float64] = np.zeros(0)
         """What the grant at `_granted_at` noted: core asks anew in the same step when blocks ran out."""
         self._granted_at = -1.0
         self._names: Sequence[str] = ()
@@ -128,7 +128,7 @@ class FairScheduler(QueueScheduler):
         if (counts > budget.max_decode).any() or (counts < running.num_pending).any():
             counts = self._share(running, budget)
         decodes = np.where(running.num_pending <= budget.max_decode, counts, 0)
-        work = np.bincount(running.tenant, weights=decodes)
+        work = np.bincount(running.tenant, weights=decodes).astype(np.float64, copy=False)
         if work.size > self._work.size:
             self._work = np.concatenate((self._work, np.zeros(2 * work.size - self._work.size)))
         self._work[: work.size] += work

@@ -186,11 +186,12 @@ def log_assembly(started: Started) -> None:
 
 def capacity_lines(info: EngineInfo) -> list[str]:
     """KV capacity in tokens and bytes, and how many sequences of which length fit."""
-    from enginectl.units import format_size
+    from enginectl.units import format_size, plural
 
     size = format_size(info.num_kv_tokens * info.kv_bytes_per_token)
     lines = [f"KV cache: {info.num_kv_tokens:,} tokens in {size}, {info.kv_bytes_per_token:,} bytes per token"]
     for length in dict.fromkeys((info.max_model_len, min(SHORT_SEQUENCE, info.max_model_len))):
         blocks = -(-length // info.block_size) * info.block_size
-        lines.append(f"fits {info.num_kv_tokens // blocks:,} sequences of {length:,} tokens")
+        num = info.num_kv_tokens // blocks
+        lines.append(f"fits {num:,} {plural(num, 'sequence')} of {length:,} {plural(length, 'token')}")
     return lines

@@ -16,6 +16,7 @@ from enginectl.errors import RequestError, unknown
 from enginectl.interfaces.adapter import AdapterBackend
 from enginectl.interfaces.sampler import RowParts
 from enginectl.types import SamplingParams
+from enginectl.units import plural
 
 if TYPE_CHECKING:
     from enginectl.engine.grammar import GrammarHost
@@ -75,7 +76,7 @@ class Admission:
         needed = self._blocks_for(request.max_total_tokens)
         if needed > self.pool.num_usable:
             return (
-                f"prompt and max_tokens are {request.max_total_tokens} tokens, {needed} KV blocks; the pool has "
+                f"prompt and max_tokens are {request.max_total_tokens} tokens, {needed} KV {plural(needed, 'block')}; the pool has "
                 f"{self.pool.num_usable} ({self.pool.num_usable * self._block_size} tokens). Ask for fewer tokens."
             )
         params = request.spec.params

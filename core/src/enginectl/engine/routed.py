@@ -173,7 +173,7 @@ class RoutedClient(EngineClient):
         waiting = router.num_open + request.params.n - self.info.max_num_seqs
         if waiting > self.config.max_num_queued_requests:
             raise OverloadedError(
-                f"{router.num_open} choices are open, {self.info.max_num_seqs} may run and "
+                f"open choices: {router.num_open}; {self.info.max_num_seqs} may run and "
                 f"{self.config.max_num_queued_requests} wait; try again later"
             )
         limit = self.config.max_num_queued_tokens

@@ -6,6 +6,7 @@ from enginectl.builtin.sampling.validation import validate_params
 from enginectl.engine.client import EngineInfo
 from enginectl.errors import NotFoundError, RequestError, unknown
 from enginectl.types import GenerateRequest
+from enginectl.units import plural
 
 
 def validate_request(
@@ -39,17 +40,17 @@ def _validate_prompt(request: GenerateRequest, info: EngineInfo) -> None:
     if min(ids) < 0 or max(ids) >= info.vocab_size:
         wrong = next(token for token in ids if not 0 <= token < info.vocab_size)
         raise RequestError(f"token id {wrong} is not in the vocabulary (0 to {info.vocab_size - 1})", param="prompt")
-    room = info.max_model_len - length
+    room, tokens = info.max_model_len - length, f"{length} {plural(length, 'token')}"
     if room < 1:
         raise RequestError(
-            f"the prompt has {length} tokens and the context is {info.max_model_len}, which leaves no room for output; "
+            f"the prompt has {tokens} and the context is {info.max_model_len}, which leaves no room for output; "
             "shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
         )
     if params.max_tokens is not None and params.max_tokens > room:
         raise RequestError(
-            f"max_tokens is {params.max_tokens} and the prompt has {length} tokens, together more than the context of "
+            f"max_tokens is {params.max_tokens} and the prompt has {tokens}, together more than the context of "
             f"{info.max_model_len}; ask for at most {room}",
             param="max_tokens",
             code="context_length_exceeded",

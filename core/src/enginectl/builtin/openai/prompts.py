@@ -12,6 +12,7 @@ from enginectl.builtin.openai.messages import Message, num_chars, prepare_messag
 from enginectl.builtin.openai.protocol import ChatRequest, TokenizeRequest
 from enginectl.engine.client import EngineInfo
 from enginectl.errors import RequestError
+from enginectl.units import plural
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -162,7 +163,7 @@ def fit(
     if num_tokens > room:
         asked = "at least 1 token of output" if max_tokens is None else f"max_tokens {max_tokens}"
         raise RequestError(
-            f"the prompt has {num_tokens} tokens and needs room for {asked}, together {num_tokens + (max_tokens or 1)}; "
+            f"the prompt has {num_tokens} {plural(num_tokens, 'token')} and needs room for {asked}, together {num_tokens + (max_tokens or 1)}; "
             f"this model's max_model_len is {info.max_model_len}. Shorten the prompt, set truncate_prompt_tokens or "
             "lower max_tokens",
             param=param,
