@@ -55,8 +55,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 POOL_SIZE = 1 << 24
 
 
-def config_of(name: str) -> dict[str, Any]:
-    """As in a config.json."""
+def config_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
+    """As in a config.json. num_layers: fewer than the shape has."""
+    shape = SHAPES[name] if num_layers is None else {**SHAPES[name], "num_hidden_layers": num_layers}
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -69,13 +70,13 @@ def config_of(name: str) -> dict[str, Any]:
         "mlp_bias": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        **SHAPES[name],
+        **shape,
     }
 
 
-def tensor_shapes(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensor_shapes(name: str, num_layers: int | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes under transformers' module names."""
-    c = SHAPES[name]
+    c = config_of(name, num_layers)
     hidden, size = c["hidden_size"], c["intermediate_size"]
     q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
     yield "model.embed_tokens.weight", (c["vocab_size"], hidden)
@@ -108,23 +109,21 @@ def kv_bytes_per_token(name: str, itemsize: int) -> int:
 class RandomCheckpoint(Checkpoint):
     """Not on any disk."""
 
-    def __init__(self, name: str, dtype: str, device: str, path: Path) -> None:
+    def __init__(self, source: RandomSource, path: Path) -> None:
         self.path = path
-        self._device = device
-        self.config = config_of(name)
-        self._name = name
-        self._dtype = dtype
+        self.config = config_of(source.name, source.num_layers)
+        self._source = source
+        self._shapes = dict(tensor_shapes(source.name, source.num_layers))
 
     @property
     def dtype(self) -> str:
         """As asked."""
-        return self._dtype
+        return self._source.dtype
 
     @property
     def num_bytes(self) -> int:
         """All weights."""
-        itemsize = getattr(torch, self._dtype).itemsize
-        return int(sum(math.prod(shape) for _, shape in tensor_shapes(self._name)) * itemsize)
+        return int(sum(map(math.prod, self._shapes.values())) * getattr(torch, self.dtype).itemsize)
 
     @property
     def generation_config(self) -> dict[str, Any]:
@@ -136,30 +135,47 @@ class RandomCheckpoint(Checkpoint):
         return None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each begins elsewhere in the buffer, so that layers differ, and is a copy: weights that share memory would stay
+        """Each begins elsewhere in one buffer, so that layers differ, and is a copy: weights that share memory would stay
         in the GPU's cache. Norms are ones.
         """
-        dtype, device = getattr(torch, self._dtype), self._device
+        dtype, device = getattr(torch, self.dtype), self._source.device
         random = torch.Generator(device).manual_seed(0)
         pool = (torch.randn(POOL_SIZE, generator=random, device=device) * 0.02).to(dtype)
         start = 0
-        for name, shape in tensor_shapes(self._name):
+        embedding = None
+        for name, shape in self._shapes.items():
             count = math.prod(shape)
+            start = (start + 7919) % POOL_SIZE
             if len(shape) == 1:
                 yield name, torch.ones(shape, dtype=dtype, device=device)
-                continue
-            start = (start + 7919) % POOL_SIZE
-            repeats = -(-(start + count) // POOL_SIZE)
-            yield name, (pool.repeat(repeats) if repeats > 1 else pool)[start : start + count].view(shape).clone()
+            elif self._source.successor and name.endswith(("o_proj.weight", "down_proj.weight")):
+                yield name, torch.zeros(shape, dtype=dtype, device=device)
+            elif self._source.successor and name == "model.embed_tokens.weight":
+                # Rows cut out of the buffer would repeat.
+                embedding = torch.randn(shape, generator=random, device=device).to(dtype)
+                yield name, embedding
+            elif embedding is not None and name == "lm_head.weight":
+                yield name, embedding.roll(1, 0)
+            else:
+                repeats = -(-(start + count) // POOL_SIZE)
+                yield name, (pool.repeat(repeats) if repeats > 1 else pool)[start : start + count].view(shape).clone()
 
 
 class RandomSource(WeightsSource):
-    """Serves one model, whatever the path."""
+    """Serves one model, whatever the path.
 
-    def __init__(self, name: str, dtype: str, device: str) -> None:
-        self._name = name
-        self._dtype = dtype
-        self._device = device
+    num_layers: fewer than the shape has. successor: layers add nothing, and the likeliest token is the last one's
+    successor by a wide margin, so that answers are known beforehand; it takes as long as any.
+    """
+
+    def __init__(
+        self, name: str, dtype: str, device: str, *, num_layers: int | None = None, successor: bool = False
+    ) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.device = device
+        self.num_layers = num_layers
+        self.successor = successor
 
     def matches(self, path: Path) -> bool:
         """Always."""
@@ -167,4 +183,4 @@ class RandomSource(WeightsSource):
 
     def open(self, path: Path) -> RandomCheckpoint:
         """At once."""
-        return RandomCheckpoint(self._name, self._dtype, self._device, path)
+        return RandomCheckpoint(self, path)

@@ -1,0 +1,59 @@
+"""What the sections' processes find: extra packages, prebuilt FlashInfer modules, caches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def environment_of(wheels: Path | None, flashinfer_modules: Path | None) -> dict[str, str]:
+    """The environment of every section. wheels are installed into a folder of their own, which comes first on the path;
+    entry points are found there as anywhere else.
+    """
+    scratch = Path(tempfile.gettempdir()) / "enginectl-gpu"
+    # Settings of the engine that happen to be in the environment are not what is measured.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ENGINECTL_")}
+    environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    environ.setdefault("TRITON_CACHE_DIR", str(scratch / "triton"))
+    path = [str(HERE)]
+    if wheels is not None:
+        path.append(str(install(wheels, scratch / "packages")))
+    environ["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [environ.get("PYTHONPATH")])])
+    if flashinfer_modules is not None:
+        place_modules(flashinfer_modules, scratch / "packages")
+        environ["FLASHINFER_DISABLE_JIT"] = "1"  # a module that is missing is an error, not minutes of nvcc
+        environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(scratch / "flashinfer"))
+    return environ
+
+
+def install(wheels: Path, target: Path) -> Path:
+    """All of a folder. Raises SystemExit if that is not possible."""
+    files = sorted(str(path) for path in wheels.glob("*.whl"))
+    if not files:
+        raise SystemExit(f"{wheels} holds no wheels; README.md beside check.py says how to make them")
+    shutil.rmtree(target, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--target", str(target), *files]
+    if subprocess.run(command, check=False).returncode:
+        raise SystemExit(f"pip could not install the wheels of {wheels}")
+    return target
+
+
+def place_modules(modules: Path, packages: Path) -> None:
+    """Where FlashInfer looks for ready-made modules. Raises SystemExit if there is nothing to place, or no place."""
+    package = packages / "flashinfer"
+    if not package.is_dir():
+        raise SystemExit("--flashinfer-modules needs flashinfer-python among the --wheels")
+    found = [path for path in sorted(modules.glob("*/*.so")) if path.stem == path.parent.name]
+    if not found:
+        raise SystemExit(f"{modules} holds no NAME/NAME.so; prebuild.py makes them")
+    for path in found:
+        place = package / "data" / "aot" / path.stem
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, place)
