@@ -101,13 +101,15 @@ class Composer(Chooser):
         attention = self._build_attention(ctx)
         model.use_attention(attention)
         ctx.parts["attention"] = attention
-        speculator: Speculator | None = self._build(Role.SPECULATOR, ctx.with_(load_model=self._loader(ctx)))
+        beside: list[LoadedModel] = []
+        load_model = self._loader(ctx, beside)
+        speculator: Speculator | None = self._build(Role.SPECULATOR, ctx.with_(load_model=load_model))
         leave_cores_to(ctx.parts.get("op_set"))
         ctx.parts["speculator"] = speculator
         ctx.parts["adapter"] = self._build_adapters(ctx, model)
         self.progress("sizing the KV pool")
         own_layers = () if speculator is None else speculator.kv_layers()
-        measure = None if memory is None else partial(measure_kv, ctx, memory)
+        measure = None if memory is None else partial(measure_kv, ctx, memory, beside)
         layout = size_pool(config, model.spec, self.machine, own_layers, measure)
         config = resolve_lengths(config, model.spec, layout)
         ctx = ctx.with_(engine=config, kv_layout=layout)
@@ -168,8 +170,8 @@ class Composer(Chooser):
                 parts[name if name not in parts else f"{name}-{len(parts)}"] = part
         return parts
 
-    def _loader(self, ctx: BuildContext) -> Callable[[str], LoadedModel]:
-        """Loads a second model through the parts that serve the first."""
+    def _loader(self, ctx: BuildContext, beside: list[LoadedModel]) -> Callable[[str], LoadedModel]:
+        """Loads a second model through the parts that serve the first, and notes it in `beside`."""
 
         def load(path: str) -> LoadedModel:
             if Role.ATTENTION.value in self.overrides:
@@ -181,7 +183,8 @@ class Composer(Chooser):
             config = msgspec.structs.replace(self.config, model=path)
             other = Composer(config, self.machine, self.host, shared, self.progress, attention=self.attention)
             other.chosen.update(self.chosen)
-            return other.load_beside(ctx)
+            beside.append(other.load_beside(ctx))
+            return beside[-1]
 
         return load
 

@@ -24,12 +24,12 @@ class DeviceMemory(ABC):
         """Bytes that nobody holds, and bytes there are, whoever holds them."""
 
     @abstractmethod
-    def allocated(self) -> int:
-        """Bytes of this process's tensors."""
+    def held(self) -> int:
+        """Bytes that this process's allocator holds, for tensors or between them."""
 
     @abstractmethod
     def peak(self) -> int:
-        """The most bytes of tensors since `reset_peak`."""
+        """The most bytes it held since `reset_peak`."""
 
     @abstractmethod
     def reset_peak(self) -> None:
@@ -51,15 +51,15 @@ class CudaMemory(DeviceMemory):
 
         return torch.cuda.mem_get_info(self._device)
 
-    def allocated(self) -> int:
+    def held(self) -> int:
         import torch
 
-        return torch.cuda.memory_allocated(self._device)
+        return torch.cuda.memory_reserved(self._device)
 
     def peak(self) -> int:
         import torch
 
-        return torch.cuda.max_memory_allocated(self._device)
+        return torch.cuda.max_memory_reserved(self._device)
 
     def reset_peak(self) -> None:
         import torch
@@ -93,22 +93,28 @@ class KVMemory:
         ):
             yield
 
-    def measure(self, step: Callable[[], object], *, graphs: float = 0.0) -> int:
-        """Bytes for KV beside what is loaded and what `step`, the largest there is, takes while it runs.
+    def measure(self, step: Callable[[], object], record: Callable[[], object] = lambda: None) -> int:
+        """Bytes for KV beside what is loaded, what `step`, the largest there is, takes while it runs, and what recorded
+        steps keep: that of which `record` returns the holder.
 
-        graphs: what recorded steps keep, as a part of that. Raises OutOfMemoryError if the step does not fit, or
-        nothing is left.
+        Raises OutOfMemoryError if the step does not fit, or nothing is left.
         """
         memory = self._memory
         memory.release()
-        loaded = memory.allocated()
+        loaded = memory.held()
         memory.reset_peak()
         with _out_of_memory(
             f"the largest step does not fit beside {format_size(loaded)} of weights into the {self._share()}, "
             f"{self._held_by_others()}; lower --max-num-batched-tokens or --max-num-seqs, or free the GPU"
         ):
             step()
-        working = int((memory.peak() - loaded) * (1.0 + graphs))
+        working = memory.peak() - loaded
+        memory.release()
+        before = memory.held()
+        holder = record()
+        memory.release()
+        working += memory.held() - before
+        del holder
         memory.release()
         free, total = memory.free_and_total()
         own = max(0, self._free_before - free)

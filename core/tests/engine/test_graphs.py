@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,16 @@ from torch import Tensor
 
 from enginectl import Engine, SamplingParams
 from enginectl.builtin.attention_torch import TorchAttention
-from enginectl.engine import runner as runner_module
-from enginectl.engine.graphs import DecodeGraphs, GraphRecorder, graph_sizes, offers_capture, record_graphs
+from enginectl.engine import graphs as graphs_module
+from enginectl.engine.graphs import (
+    DecodeGraphs,
+    GraphRecorder,
+    graph_sizes,
+    make_graphs,
+    offers_capture,
+    record_graphs,
+)
+from enginectl.engine.phased_attention import PhasedAttention
 from enginectl.interfaces.attention import AttentionBatch
 from enginectl.interfaces.model import Kept
 from enginectl.testing.toys import ConstantAdapters
@@ -111,7 +118,7 @@ def test_greedy_through_graphs_equals_hugging_face(
 ) -> None:
     """Law 1: decode steps replay, padded to the next size; chunks and mixed steps run eagerly."""
     recorder, replays = FakeRecorder(), count_replays(monkeypatch)
-    monkeypatch.setattr(runner_module, "recorder_for", lambda device: recorder)
+    monkeypatch.setattr(graphs_module, "recorder_for", lambda device: recorder)
     use_capturing(monkeypatch)
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 250, random.integers(1, 40)).tolist() for _ in range(9)]
@@ -178,7 +185,7 @@ def test_steps_with_adapters_have_graphs_of_their_own(
     recorder, toy = FakeRecorder(), two_adapters()
     replays, with_slots = count_replays(monkeypatch), count_replays(monkeypatch, with_slots=True)
     toy.graph_capture = captures
-    monkeypatch.setattr(runner_module, "recorder_for", lambda device: recorder)
+    monkeypatch.setattr(graphs_module, "recorder_for", lambda device: recorder)
     use_capturing(monkeypatch)
     assert answers(toy) == eager
     assert recorder.sizes == ([7, 7, 4, 4, 2, 2, 1, 1] if captures else [7, 4, 2, 1])
@@ -197,29 +204,62 @@ def test_prompt_logprobs_are_the_same_with_graphs(tiny: Callable[[str], Path], m
 
     eager = answers()
     replays = count_replays(monkeypatch)
-    monkeypatch.setattr(runner_module, "recorder_for", lambda device: FakeRecorder())
+    monkeypatch.setattr(graphs_module, "recorder_for", lambda device: FakeRecorder())
     use_capturing(monkeypatch)
     assert answers() == eager
     assert replays
 
 
-def test_a_model_that_cannot_be_recorded_runs_eagerly_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """Such as one that waits for the device inside its forward."""
+def test_the_largest_graph_and_all_plans_are_what_recording_is_measured_by(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the pool, before it is sized."""
+    use_capturing(monkeypatch)
+    recorder = FakeRecorder()
+    monkeypatch.setattr(graphs_module, "recorder_for", lambda device: recorder)
+    with Engine(str(tiny("llama")), max_num_seqs=7, enforce_eager=True, **COMMON) as engine:
+        runner: Any = engine.core.executor
+        graphs = make_graphs(
+            runner.model,
+            runner._attention,
+            None,
+            torch.device("cpu"),
+            num_rows=7,
+            table_shape=(1, 8),
+            block_size=4,
+        )
+        assert graphs is not None
+        assert record_graphs(graphs, largest_only=True) is graphs
+        assert recorder.sizes == [7]
+        assert len(graphs._plans) == 3
+        graphs.clear()
+        assert not graphs.serves(np.ones(3, np.int32))
 
-    class Failing(DecodeGraphs):
-        def __init__(self) -> None:
-            pass
 
-        def record(self) -> None:
-            raise RuntimeError("operation not permitted when stream is capturing\nand a stack")
-
-    with caplog.at_level(logging.WARNING):
-        assert record_graphs(Failing()) is None
-    assert "without CUDA graphs" in caplog.text
-    assert "not permitted when stream is capturing" in caplog.text
+def test_two_backends_are_recorded_by_the_one_that_decodes(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law 1: `--attention decode=…,prefill=…` ran every decode step eagerly."""
+    prompts, params = [[5, 6, 7], [8], list(range(10, 30))], SamplingParams(temperature=0.0, max_tokens=8)
+    with Engine(str(tiny("llama")), max_num_seqs=3, **COMMON) as engine:
+        expected = [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
+        layers: Any = engine._assembled.parts["attention"]._layers
+    decode, prefill = (
+        kind(layers, block_size=4, device="cpu", dtype=torch.float32) for kind in (CapturingTorch, TorchAttention)
+    )
+    options = {name: value for name, value in COMMON.items() if name != "attention"}
+    replays = count_replays(monkeypatch)
+    monkeypatch.setattr(graphs_module, "recorder_for", lambda device: FakeRecorder())
+    with Engine(str(tiny("llama")), max_num_seqs=3, attention=PhasedAttention(decode, prefill), **options) as engine:
+        assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == expected
+    assert replays
 
 
 def test_backends_without_capture_are_known() -> None:
     """By overriding both methods."""
     assert not offers_capture(TorchAttention([], block_size=4, device="cpu", dtype=torch.float32))
-    assert offers_capture(CapturingTorch([], block_size=4, device="cpu", dtype=torch.float32))
+    capturing = CapturingTorch([], block_size=4, device="cpu", dtype=torch.float32)
+    assert offers_capture(capturing)
+    plain = TorchAttention([], block_size=4, device="cpu", dtype=torch.float32)
+    assert offers_capture(PhasedAttention(capturing, plain))
+    assert not offers_capture(PhasedAttention(plain, capturing))

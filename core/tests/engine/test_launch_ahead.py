@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from torch import Tensor
 from enginectl import Engine, SamplingParams
 from enginectl.engine import runner as runner_module
 from enginectl.engine.feedback import TokenFeedback
-from enginectl.engine.readback import IntRows, Readback, TokensAhead
+from enginectl.engine.readback import IntRows, PinnedReadback, Readback, TokensAhead
 from enginectl.engine.runner import LaunchedStep, LocalRunner
 from enginectl.engine.upload import ALIGNMENT, StagedUpload
 from enginectl.errors import StepError
 from enginectl.interfaces.executor import StepHandle, StepPlan
+from enginectl.interfaces.model import Kept
 from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch
 from enginectl.types import RequestOutput
 
@@ -303,6 +305,65 @@ def test_a_step_behind_one_that_raised_is_skipped(
             with pytest.raises(StepError, match="skipped"):
                 handle.wait()
         assert executor.launch(again).wait().rows.tolist() == [again.rows[0]]
+
+
+def test_a_step_that_raised_keeps_no_tensor(
+    late: LateReadback, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law 14a: the error of a forward that ran out of memory held its activations while the halves were run."""
+    with Engine(str(tiny("llama")), max_num_seqs=2, overlap_depth=1, **COMMON) as engine:
+        executor = engine.core.executor
+        assert isinstance(executor, LocalRunner)
+        alive: list[weakref.ref[Tensor]] = []
+
+        def forward(*_: Any) -> Kept:
+            hidden = torch.zeros(8)
+            alive.append(weakref.ref(hidden))
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            except torch.OutOfMemoryError as error:
+                raise RuntimeError("in the forward") from error
+
+        plans: list[StepPlan] = []
+        plain = executor.launch
+
+        def noted(plan: StepPlan) -> StepHandle:
+            plans.append(plan)
+            return plain(plan)
+
+        monkeypatch.setattr(engine.core, "_launch", noted)
+        engine.generate([[5, 6]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+        monkeypatch.setattr(executor, "_run_forward", forward)
+        handle = executor.launch(plans[0].select(np.arange(1)))
+        with pytest.raises(RuntimeError, match="in the forward") as caught:
+            handle.wait()
+        assert caught.value.__cause__ is not None, "it is whole but for what its frames held"
+        assert [reference() for reference in alive] == [None]
+
+
+def test_a_copy_that_raises_gives_its_buffer_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two such, the engine died of "at most two copies are on their way"."""
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **options: empty(*shape, **options))
+    readback = PinnedReadback(4, torch.device("cuda:0"))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="size"):
+            readback.start(torch.arange(5))
+    for _ in range(3):
+        first, second = readback.start(torch.arange(4)), readback.start(torch.arange(2) + 7)
+        assert (first.wait().tolist(), second.wait().tolist()) == ([0, 1, 2, 3], [7, 8])
+
+
+class _Event:
+    """Of a device that does everything at once."""
+
+    def record(self, stream: Any) -> None:
+        """It has happened."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
 
 
 def test_feedback_fills_only_what_is_awaited() -> None:

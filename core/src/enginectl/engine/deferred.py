@@ -8,36 +8,32 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from enginectl.engine.in_flight import StepsInFlight
 from enginectl.errors import StepError
 from enginectl.interfaces.executor import Executor, StepHandle, StepPlan, StepResult
 from enginectl.interfaces.kv import KVLayout
 
 
 class _FutureHandle(StepHandle):
-    def __init__(self, future: Future[StepResult], owner: DeferredExecutor) -> None:
+    def __init__(self, future: Future[StepResult], in_flight: StepsInFlight) -> None:
         self._future = future
-        self._owner = owner
+        self._in_flight = in_flight
 
     def wait(self) -> StepResult:
         """Block until the worker has run it."""
-        self._owner.num_in_flight -= 1
+        self._in_flight.retire()
         return self._future.result()
 
 
 class DeferredExecutor(Executor):
-    """Wraps an executor whose `launch` is synchronous.
-
-    After a step raised, steps that were already queued are skipped (their input would be its output) but their
-    differences are applied; the first launch with nothing in flight starts afresh.
-    """
+    """Wraps an executor whose `launch` is synchronous. For steps behind one that raised see `in_flight`."""
 
     is_asynchronous = True
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
-        self.num_in_flight = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="device")
-        self._failed = False
+        self._in_flight = StepsInFlight()
 
     def allocate(self, layout: KVLayout) -> None:
         """On the wrapped executor."""
@@ -45,13 +41,13 @@ class DeferredExecutor(Executor):
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue the step."""
-        if self.num_in_flight == 0:
-            self._failed = False
-        self.num_in_flight += 1
-        return _FutureHandle(self._worker.submit(self._run, plan), self)
+        number = self._in_flight.launch()
+        return _FutureHandle(self._worker.submit(self._run, plan, number), self._in_flight)
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        if self._failed:
+    def _run(self, plan: StepPlan, number: int) -> StepResult:
+        try:
+            self._in_flight.check(number)
+        except StepError:
             empty = plan.select(plan.rows[:0].astype(int))
             empty.removed, empty.added = plan.removed, plan.added
             empty.block_rows, empty.block_columns, empty.block_ids = (
@@ -60,11 +56,11 @@ class DeferredExecutor(Executor):
                 plan.block_ids,
             )
             self.inner.launch(empty).wait()
-            raise StepError("skipped: the step before it failed")
+            raise
         try:
             return self.inner.launch(plan).wait()
         except Exception:
-            self._failed = True
+            self._in_flight.fail(number)
             raise
 
     def is_healthy(self) -> bool:

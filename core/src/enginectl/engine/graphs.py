@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from enginectl.engine.phased_attention import PhasedAttention
+from enginectl.errors import EngineDeadError
 from enginectl.interfaces.adapter import AdapterBackend
 from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
 from enginectl.interfaces.model import ForwardInput, Kept, Model
@@ -47,29 +50,66 @@ class GraphRecorder(ABC):
 
     @abstractmethod
     def record(self, run: Callable[[], Kept]) -> tuple[Kept, Callable[[], None]]:
-        """Run once, under capture. Returns its result, whose tensors stay, and what fills them anew."""
+        """Run once, under capture. Returns its result, whose tensors stay, and what fills them anew.
+
+        Raises RuntimeError for what cannot be recorded.
+        """
+
+    def clear(self) -> None:
+        """Give back what recordings that nobody holds took. Raises RuntimeError if the device is lost."""
 
 
 class CudaRecorder(GraphRecorder):
-    """torch's CUDA graphs, all in one memory pool."""
+    """torch's CUDA graphs, all in one memory pool and on one stream.
+
+    Libraries keep a workspace for each stream they have run on (cuBLAS: 32 MiB on Hopper), so that it is a single one;
+    and it is ours, because torch's own belongs to the device on which it was first used.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
     def record(self, run: Callable[[], Kept]) -> tuple[Kept, Callable[[], None]]:
-        """Warm up on a stream of its own first: kernels are compiled and libraries make their workspaces there."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            kept = run()
+        """Run twice before: kernels are compiled and workspaces made, then nothing may wait for the device.
+
+        Other threads may go on using theirs.
+        """
+        before = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):  # torch.cuda.graph alone does not leave the stream if the capture fails
+            self._stream.wait_stream(before)
+            run()
+            _refuse_waits(run)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                kept = run()
+        before.wait_stream(self._stream)
         self._pool = graph.pool()
         return kept, graph.replay
+
+    def clear(self) -> None:
+        """Also asks the device whether it still works."""
+        self._pool = None
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+
+def _refuse_waits(run: Callable[[], object]) -> None:
+    """Raise RuntimeError if the call waits for the device. A capture that fails of it leaves torch's allocator unable to
+    give memory back, so this is asked first.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")  # not "error", which would reach other threads
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for found in caught:
+        if "synchronizing CUDA operation" in str(found.message):
+            raise RuntimeError(f"the forward waits for the GPU ({found.filename}:{found.lineno})")
 
 
 @dataclass(slots=True)
@@ -118,20 +158,30 @@ class DecodeGraphs:
         self._adapter_slots = torch.full((most,), -1, dtype=torch.int32, device=device)
         self._keep = torch.arange(most, device=device)
         self._buckets: dict[int, _Bucket] = {}
+        self._plans: list[Any] = []
         self.num_replays = 0
 
-    def record(self) -> None:
-        """The largest first, so that smaller ones find its memory in the pool."""
+    def record(self, *, largest_only: bool = False) -> None:
+        """The largest first, so that smaller ones find its memory in the pool.
+
+        largest_only: record that one, and make the others' plans, which is nearly all the memory that they take.
+        """
         started = time.perf_counter()
         for size in reversed(self._sizes):
-            self._buckets[size] = self._record(size)
-        seconds = time.perf_counter() - started
-        log.info("recorded %d decode graphs of up to %d rows in %.1f s", len(self._sizes), self._sizes[-1], seconds)
+            plan = self._attention.capture(self._padding(size))
+            if largest_only and self._buckets:
+                self._plans.append(plan)
+                continue
+            adapted = self._recorded(size, plan, self._adapter_slots[:size]) if self._has_adapted else None
+            self._buckets[size] = _Bucket(plan, self._recorded(size, plan, None), adapted)
+        count, seconds = len(self._buckets), time.perf_counter() - started
+        log.info("recorded %d decode graphs of up to %d rows in %.1f s", count, self._sizes[-1], seconds)
 
-    def _record(self, size: int) -> _Bucket:
-        plan = self._attention.capture(self._padding(size))
-        adapted = self._recorded(size, plan, self._adapter_slots[:size]) if self._has_adapted else None
-        return _Bucket(plan, self._recorded(size, plan, None), adapted)
+    def clear(self) -> None:
+        """Drop what was recorded. Raises RuntimeError if the device is lost."""
+        self._buckets.clear()
+        self._plans.clear()
+        self._recorder.clear()
 
     def _recorded(self, size: int, plan: Any, adapter_slots: Tensor | None) -> _Graph:
         step = ForwardInput(
@@ -218,18 +268,56 @@ def recorder_for(device: torch.device) -> GraphRecorder | None:
 
 
 def offers_capture(attention: AttentionBackend) -> bool:
-    """Whether the backend overrides `capture` and `update`."""
-    kind = type(attention)
+    """Whether the backend, or the one of two that decodes, overrides `capture` and `update`."""
+    kind = type(attention.decode if isinstance(attention, PhasedAttention) else attention)
     return kind.capture is not AttentionBackend.capture and kind.update is not AttentionBackend.update
 
 
-def record_graphs(graphs: DecodeGraphs) -> DecodeGraphs | None:
-    """Record, or say why decode steps run eagerly: some models wait for the device inside the forward."""
+def make_graphs(
+    model: Model,
+    attention: AttentionBackend,
+    adapters: AdapterBackend | None,
+    device: torch.device,
+    *,
+    num_rows: int,
+    table_shape: tuple[int, int],
+    block_size: int,
+) -> DecodeGraphs | None:
+    """Graphs to record for so many rows, or None where nothing is recorded. table_shape: see `DecodeGraphs`."""
+    recorder = recorder_for(device)
+    if recorder is None or model.reads_rows or not offers_capture(attention):
+        return None
+    return DecodeGraphs(
+        model,
+        attention,
+        recorder,
+        sizes=graph_sizes(num_rows),
+        table_shape=table_shape,
+        max_model_len=table_shape[1] * block_size,
+        device=device,
+        adapters=adapters,
+    )
+
+
+def record_graphs(graphs: DecodeGraphs, *, largest_only: bool = False) -> DecodeGraphs | None:
+    """Record, or say why decode steps run eagerly: some models wait for the device inside the forward.
+
+    Raises EngineDeadError if the device did not survive it.
+    """
     try:
         with torch.inference_mode():
-            graphs.record()
+            graphs.record(largest_only=largest_only)
+        return graphs
+    except torch.OutOfMemoryError:
+        reason = "no memory is left for them; lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs"
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        log.warning("decode steps run without CUDA graphs, slower at small batches: %s", reason)
-        return None
-    return graphs
+    # Only now that the error, which holds on to tensors, is gone.
+    try:
+        graphs.clear()
+    except RuntimeError as lost:
+        raise EngineDeadError(
+            f"the GPU was lost while decode steps were recorded ({reason}); --enforce-eager records none"
+        ) from lost
+    log.warning("decode steps run without CUDA graphs, slower at small batches: %s", reason)
+    return None

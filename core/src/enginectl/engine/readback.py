@@ -63,9 +63,8 @@ class PinnedReadback(Readback):
     def start(self, token_ids: Tensor) -> TokensAhead:
         """Queue the copy behind what computes the tokens."""
         assert self._free, "at most two copies are on their way"
-        slot = self._free.pop()
-        slot.begin(token_ids)
-        return slot
+        self._free[-1].begin(token_ids)
+        return self._free.pop()
 
     def release(self, slot: _Slot) -> None:
         """Its tokens have been read."""

@@ -9,8 +9,11 @@ a penalty) does its launch finish the one before first.
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain
 
 import numpy as np
 import torch
@@ -19,7 +22,8 @@ from enginectl.context import BuildContext
 from enginectl.engine.drafting import Drafter
 from enginectl.engine.feedback import TokenFeedback
 from enginectl.engine.grammar import GrammarRows
-from enginectl.engine.graphs import DecodeGraphs, graph_sizes, offers_capture, record_graphs, recorder_for
+from enginectl.engine.graphs import DecodeGraphs, make_graphs, record_graphs
+from enginectl.engine.in_flight import StepsInFlight
 from enginectl.engine.inputs import StepInputs, make_inputs
 from enginectl.engine.readback import readback_for
 from enginectl.engine.row_books import RowBooks
@@ -27,7 +31,6 @@ from enginectl.engine.rows import IntRows, Packed, RunnerRows
 from enginectl.engine.sampling import NO_ROWS, Choice, StepSampler
 from enginectl.engine.store import make_pages
 from enginectl.engine.upload import upload_for
-from enginectl.errors import StepError
 from enginectl.interfaces.adapter import AdapterBackend
 from enginectl.interfaces.attention import AttentionBackend
 from enginectl.interfaces.executor import Executor, StepHandle, StepPlan, StepResult
@@ -88,6 +91,7 @@ class LocalRunner(Executor):
         self.model = model
         self.rows = rows
         self.kv: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._draft_kv: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._attention = attention
         self._sampler = sampler
         self._processors = list(processors)
@@ -105,8 +109,7 @@ class LocalRunner(Executor):
         self._feedback = TokenFeedback(max_rows, self._device) if self.is_asynchronous else None
         self._row_books = RowBooks(rows, (*processors, sampler), self._grammars, self._drafter, self._feedback)
         self._unfinished: deque[LaunchedStep] = deque()
-        self._num_launched = self._num_in_flight = 0
-        self._failed: int | None = None
+        self._in_flight = StepsInFlight()
         # Bound once: the step calls these directly.
         self._forward = model.forward
         self._prepare_attention = attention.prepare
@@ -119,12 +122,12 @@ class LocalRunner(Executor):
         self.kv = make_pages(self.model.spec.layers, layout, self._device, self._dtype)
         self._attention.bind(self.kv)
         self.model.bind(self.kv, len(self.rows.prompt_lens))
-        self._graphs = self._record_graphs()
         if self._drafter is not None:
             rows = self.rows
+            self._draft_kv = make_pages(self._drafter.kv_layers(), layout, self._device, self._dtype)
             self._drafter.bind(
                 DraftStore(
-                    kv=make_pages(self._drafter.kv_layers(), layout, self._device, self._dtype),
+                    kv=self._draft_kv,
                     block_table=rows.block_table,
                     num_blocks=rows.num_blocks,
                     block_size=rows.block_size,
@@ -133,24 +136,23 @@ class LocalRunner(Executor):
                     sampler=self._sampler,
                 )
             )
+        self._graphs = self._record_graphs()  # last: what does without them does without its memory too
 
     def _record_graphs(self) -> DecodeGraphs | None:
         """Graphs of decode steps, on devices that have them."""
-        recorder = None if self._enforce_eager else recorder_for(self._device)
-        if recorder is None or self.model.reads_rows or not offers_capture(self._attention):
+        if self._enforce_eager:
             return None
         groups, num_rows, width = self.rows.block_table.shape
-        graphs = DecodeGraphs(
+        graphs = make_graphs(
             self.model,
             self._attention,
-            recorder,
-            sizes=graph_sizes(num_rows),
+            self._adapters,
+            self._device,
+            num_rows=num_rows,
             table_shape=(groups, width),
-            max_model_len=width * self.rows.block_size,
-            device=self._device,
-            adapters=self._adapters,
+            block_size=self.rows.block_size,
         )
-        return record_graphs(graphs)
+        return None if graphs is None else record_graphs(graphs)
 
     def _select_device(self) -> None:
         """Kernels are launched on the thread's current GPU; another engine of this process may use another."""
@@ -160,17 +162,13 @@ class LocalRunner(Executor):
     # -- launch --------------------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Apply the differences, queue the step. A step behind one that raised is skipped."""
+        """Apply the differences, queue the step. One behind a step that raised is skipped (see `in_flight`)."""
         self._select_device()
-        if self._num_in_flight == 0:
-            self._failed = None
-        self._num_in_flight += 1
-        self._num_launched += 1
-        step = LaunchedStep(self, plan, self._num_launched)
+        step = LaunchedStep(self, plan, self._in_flight.launch())
         self._row_books.apply(plan)
         try:
             self._settle(plan)
-            self._check_input(step)
+            self._in_flight.check(step.number)
             with torch.inference_mode():
                 self._start(step)
         except Exception as error:
@@ -239,7 +237,7 @@ class LocalRunner(Executor):
 
     def retire(self, step: LaunchedStep) -> None:
         """The caller wants to know how the step ended; steps before it are finished first."""
-        self._num_in_flight -= 1
+        self._in_flight.retire()
         self._select_device()
         self._finish_through(step)
 
@@ -252,22 +250,21 @@ class LocalRunner(Executor):
         """Place its tokens."""
         try:
             sampled = None if step.choice is None else step.choice.wait()
-            self._check_input(step)
+            self._in_flight.check(step.number)
             with torch.inference_mode():
                 step.result = self._place(step, sampled)
         except Exception as error:
             self._fail(step, error)
         self._release(step)
 
-    def _check_input(self, step: LaunchedStep) -> None:
-        """Raise for a step behind one that failed: its input is wrong."""
-        if self._failed is not None and self._failed < step.number:
-            raise StepError("skipped: the step before it failed")
-
     def _fail(self, step: LaunchedStep, error: Exception) -> None:
         step.error = error
-        if self._failed is None:
-            self._failed = step.number
+        # Frames hold the step's tensors; when it ran out of memory, its halves need that.
+        found: BaseException | None = error
+        while found is not None:
+            traceback.clear_frames(found.__traceback__)
+            found = found.__context__
+        self._in_flight.fail(step.number)
 
     def _release(self, step: LaunchedStep) -> None:
         if self._feedback is not None and step.choice is not None:
@@ -309,8 +306,15 @@ class LocalRunner(Executor):
         return True
 
     def close(self) -> None:
-        """Drop the KV store."""
+        """Drop the graphs and the KV store. On a GPU its memory is free at once, whoever still holds parts of the engine."""
+        self._graphs = None
+        if self._device.type == "cuda":
+            with suppress(RuntimeError):  # a device that is lost
+                for pages in chain.from_iterable(self.kv + self._draft_kv):
+                    pages.untyped_storage().resize_(0)
+                torch.cuda.empty_cache()
         self.kv.clear()
+        self._draft_kv.clear()
 
 
 def _nothing(errors: dict[int, str]) -> StepResult:

@@ -123,7 +123,8 @@ class Model(ABC):
     def bind(self, kv: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> None:
         """The store its attention backend was bound to, and how many rows there are: for models that keep state a row.
 
-        Called: once, after the pool is allocated. Raises OutOfMemoryError.
+        Called: after the pool is allocated; on a GPU, for models that read rows, also before, with a store of one block,
+        to measure a step. Raises OutOfMemoryError.
         """
 
     def linear_sites(self) -> Sequence[LinearSite]:

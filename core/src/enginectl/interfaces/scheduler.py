@@ -86,6 +86,7 @@ class Scheduler(ABC):
     def grant(self, running: RunningRows, budget: StepBudget, now: float) -> NDArray[np.int32]:
         """How many tokens each running row advances, [n] int32, 0 to wait. The sum may not exceed the budget.
 
+        A new array for each call: the step in flight reads the last one while the next is granted.
         The default serves rows in admission order, as far as the budget goes.
         Called: once per step, with arrays; do not loop over rows here. When blocks run out it is asked again with the
         same `now` and other rows or fewer pending tokens: the last answer is what the step does.
