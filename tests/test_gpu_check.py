@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -160,8 +162,11 @@ def test_correctness_comes_first_then_what_is_wanted() -> None:
 def test_an_error_in_one_part_of_a_section_leaves_the_others(tmp_path: Path) -> None:
     """It becomes a row; numbers that JSON lacks become text."""
     bench = import_module("harness").Bench(dry_run=False, file=tmp_path / "rows")
+    missing = RuntimeError("no\nmodule")
     with bench.attempt(backend="flashinfer"):
-        raise RuntimeError("no\nmodule")
+        future: Future[None] = Future()
+        future.set_exception(missing)
+        future.result()
     bench.add(backend="triton", error_of_tolerance=float("nan"), ok=False)
     lines = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert lines == [
@@ -253,3 +258,21 @@ def test_random_models_know_their_answer_where_it_is_asked_for() -> None:
     with Engine(str(GPU), weights=source, **options) as engine:
         (output,) = engine.generate([[5, 300, 41]], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
     assert output.outputs[0].token_ids == (42, 43, 44, 45, 46, 47)
+
+
+def test_options_that_the_pages_name_exist() -> None:
+    """Of check.py and of the engine."""
+    root = GPU.parents[1]
+    known = (root / "docs" / "reference" / "cli.md").read_text()
+    known += "".join((GPU / name).read_text() for name in ("check.py", "prebuild.py"))
+    for page in (GPU / "README.md", root / "docs" / "how-to" / "run-on-a-gpu.md"):
+        text = re.sub(r"^pip .*$", "", page.read_text(), flags=re.MULTILINE)
+        missing = [flag for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text) if flag not in known]
+        assert not missing, page
+
+
+def test_every_section_is_in_the_readme_in_order() -> None:
+    """With what it asks."""
+    check = import_module("check")
+    named = re.findall(r"^\| (\w+) \|", (GPU / "README.md").read_text(), re.MULTILINE)
+    assert named[1:] == list(check.SECTIONS)

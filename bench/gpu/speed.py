@@ -10,7 +10,6 @@ from engines import LONG, PROMPT, SHORT, decode_step_s, engine_for, generate, us
 from harness import Bench
 from random_model import config_of, kv_bytes_per_token, weight_bytes
 from rooflines import measure_copy
-from torch.autograd import DeviceType
 
 
 def steps(bench: Bench) -> None:
@@ -118,8 +117,8 @@ def profiled(bench: Bench, engine: Any, batch: int, num_tokens: int) -> list[Spa
     kind = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[bench.sizes(kind.CUDA, kind.CPU)]) as profile:
         generate(engine, batch, num_tokens, bench.sizes(16, 4))
-    wanted = bench.sizes(DeviceType.CUDA, DeviceType.CPU)
-    found = [event for event in profile.events() if event.device_type == wanted]
+    wanted = bench.sizes("CUDA", "CPU")
+    found = [event for event in profile.events() if event.device_type.name == wanted]
     assert found, "the profiler saw nothing"
     return sorted((event.time_range.start, event.time_range.end, event.id) for event in found)
 

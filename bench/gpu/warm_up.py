@@ -23,7 +23,10 @@ TASKS: list[tuple[str, dict[str, Any]]] = [
 
 def first_start(bench: Bench) -> None:
     """Engines with one layer of each model below, started at the same time with an empty cache."""
-    tasks = [(bench.dry_run, *task) for task in bench.sizes(TASKS, [("tiny", {})])]
+    tasks = [
+        (bench.dry_run, *task)
+        for task in bench.sizes(TASKS, [("tiny", {"adapters": 2, "params": {"temperature": 0.8}})])
+    ]
     for (_, shape, more), result in zip(tasks, bench.map(start_once, tasks, len(tasks)), strict=True):
         row = {"model": shape, "with": ", ".join(more)}
         if isinstance(result, Exception):
