@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from enginectl.engine.request import Request, stop_ids
 from enginectl.interfaces.scheduler import RunningRows
 
+ALL_PUBLISHED = int(np.iinfo(np.int32).max)
+"""Blocks that a row seems to have published, so that it publishes no others."""
+
 
 @dataclass(slots=True)
 class Columns:
@@ -54,6 +57,8 @@ class RowTable:
         self.order = np.zeros(0, np.int32)
         """Rows that run, in admission order. A new array whenever it changes."""
         self.num_closing = 0
+        self.holds_drafts = False
+        """Whether `num_drafts` may be other than zero anywhere."""
         self.num_awaiting = 0
         """Rows in `awaits_first`."""
         self._free = list(range(n - 1, -1, -1))
@@ -94,6 +99,7 @@ class RowTable:
         """The row runs no longer; it stays taken until its steps in flight have come back."""
         self.is_closing[row] = True
         self.num_closing += 1
+        self.num_published[row] = ALL_PUBLISHED
         self.order = self.order[self.order != row]
         self._columns = None
 

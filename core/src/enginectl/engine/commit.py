@@ -22,7 +22,7 @@ Ended = tuple[IntRows, IntRows, NDArray[np.bool_]]
 
 
 class Committer:
-    """Writes results into the row table and the output message. keeps_drafts: a speculator proposes."""
+    """Writes results into the row table and the output message."""
 
     def __init__(
         self,
@@ -32,7 +32,6 @@ class Committer:
         counters: Counters,
         index: PrefixIndex | None,
         block_size: int,
-        keeps_drafts: bool,
         clock: Callable[[], float],
     ) -> None:
         self.table = table
@@ -40,7 +39,6 @@ class Committer:
         self.counters = counters
         self.index = index
         self._block_size = block_size
-        self._keeps_drafts = keeps_drafts
         self._clock = clock
 
     def commit(self, result: StepResult, sampled: IntRows, base: IntRows, plan: StepPlan) -> Ended | None:
@@ -57,7 +55,7 @@ class Committer:
             if not alive.all():
                 result, sampled, base = result.select(alive), sampled[alive], base[alive]
         if result.token_ids.shape[1] == 1:
-            return self._commit_one(result, sampled, base, result.token_ids[:, 0])
+            return self._commit_one(result, sampled, base, has_drafts=plan.has_drafts)
         return self._commit_many(result, sampled, base, plan)
 
     def publish(self, plan: StepPlan) -> None:
@@ -65,24 +63,21 @@ class Committer:
         t, index, rows = self.table, self.index, plan.rows
         assert index is not None, "called with an index only"
         verified = plan.num_computed + plan.num_tokens
-        if self._keeps_drafts:  # those that were rejected are not
+        if plan.has_drafts:  # those that were rejected are not
             verified = np.minimum(verified, t.num_tokens[rows] - 1 - (t.in_flight[rows] > 0))
         full = verified // self._block_size
-        is_filled = full > t.num_published[rows]
-        if t.num_closing:
-            is_filled &= ~t.is_closing[rows]
-        which = is_filled.nonzero()[0]
-        if not which.size:
+        filled = (full > t.num_published[rows]).nonzero()[0]
+        if not filled.size:
             return
-        rows, full = rows[which], full[which]
+        rows, full = rows[filled], full[filled]
         keys = [t.request(row).block_key for row in rows.tolist()]
         starts, blocks = t.num_published[rows], t.block_table[0]
         index.publish_rows(FilledRows(rows, starts, full, t.keys[rows], keys, t.token_ids, blocks, self._block_size))
         t.num_published[rows] = full
 
-    def _commit_one(self, result: StepResult, rows: IntRows, base: IntRows, tokens: IntRows) -> Ended | None:
+    def _commit_one(self, result: StepResult, rows: IntRows, base: IntRows, *, has_drafts: bool) -> Ended | None:
         """One new token a row: the plain decode step."""
-        t = self.table
+        t, tokens = self.table, result.token_ids[:, 0]
         t.token_ids[rows, base] = tokens
         if rows is t.order:
             columns = t.columns()
@@ -93,8 +88,9 @@ class Committer:
         ended = stopped | (base >= last)
         self.counters.generation_tokens += rows.size
         self.outputs.add_tokens(rows, None, tokens, result.logprobs, keys)
-        if self._keeps_drafts:
+        if has_drafts:
             t.num_drafts[rows] = result.num_drafts
+            t.holds_drafts = True
         self._note_first_tokens(rows)
         return (rows[ended], tokens[ended], stopped[ended]) if ended.any() else None
 
@@ -122,6 +118,7 @@ class Committer:
         t.num_tokens[rows] += num_kept - 1
         t.num_computed[rows] -= rejected + (num_new - num_kept)
         t.num_drafts[rows] = result.num_drafts
+        t.holds_drafts = True
         self.counters.generation_tokens += int(num_kept.sum())
         if not ended.any():
             num_kept = num_new

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginectl.engine.admission import Admission
-from enginectl.engine.batch import RowTable
+from enginectl.engine.batch import ALL_PUBLISHED, RowTable
 from enginectl.engine.commit import Committer
 from enginectl.engine.counters import Counters
 from enginectl.engine.ledger import BlockPool
@@ -34,14 +34,12 @@ log = logging.getLogger("enginectl.engine")
 
 IntRows = NDArray[np.int32]
 _REPORT_INTERVAL_S = 60.0
-_NEVER = np.iinfo(np.int32).max
-"""Blocks that a row seems to have published, so that it publishes no others."""
 
 
 @dataclass(slots=True)
 class Flight:
     """A launched step: its plan, its handle, and where its sampling rows stood. base: [m] index of the first token
-    that the rows in `sampled` will get. has_drafts: drafts are verified in it, or may be proposed by it.
+    that the rows in `sampled` will get.
     """
 
     plan: StepPlan
@@ -49,7 +47,6 @@ class Flight:
     sampled: IntRows
     base: IntRows
     launched_s: float
-    has_drafts: bool
 
 
 class EngineCore:
@@ -88,7 +85,6 @@ class EngineCore:
         self.admission = admission
         self.counters = Counters(np.zeros(max_drafts, np.int64), np.zeros(max_drafts, np.int64))
         self.outputs = OutputBuilder(table)
-        self._max_drafts = max_drafts
         self._speculation = speculation
         self._retired_s = 0.0
         self._report_at_s = 0.0
@@ -122,7 +118,6 @@ class EngineCore:
             counters=self.counters,
             index=pool.index,
             block_size=block_size,
-            keeps_drafts=max_drafts > 0,
             clock=clock,
         )
 
@@ -191,7 +186,7 @@ class EngineCore:
         t = self.table
         for row in t.order.tolist():
             if adapter is None or t.request(row).spec.adapter == adapter:
-                t.num_published[row] = _NEVER
+                t.num_published[row] = ALL_PUBLISHED
         return self.pool.reset_index(adapter)
 
     def stats(self) -> EngineStats:
@@ -221,7 +216,7 @@ class EngineCore:
     # -- launch --------------------------------------------------------------------------------------------------
 
     def _drafts_in_flight(self) -> bool:
-        return any(flight.has_drafts for flight in self._flights)
+        return any(flight.plan.has_drafts for flight in self._flights)
 
     def _start(self, plan: StepPlan) -> Flight:
         """Launch, and advance the books as if it had worked: each sampling row has one more token, value to come."""
@@ -237,12 +232,12 @@ class EngineCore:
             base = t.num_tokens[sampled]
             t.num_computed[rows] += plan.num_tokens
             t.num_tokens[sampled] += 1
-        if self._max_drafts:
+        if t.holds_drafts:
             t.num_drafts[rows] = 0
+            t.holds_drafts = bool(t.num_drafts.any())
         if self._depth:  # else nothing comes between launch and retirement
             t.in_flight[rows] += 1
-        has_drafts = self._max_drafts > 0 and bool(plan.num_drafts.any() or plan.draft_limits.any())
-        return Flight(plan, handle, sampled, base, self._now, has_drafts)
+        return Flight(plan, handle, sampled, base, self._now)
 
     # -- update --------------------------------------------------------------------------------------------------
 
@@ -284,11 +279,11 @@ class EngineCore:
         if result.errors:
             return
         num_drafts, longest = 0, 0
-        if flight.has_drafts:
+        if plan.has_drafts:
             num_drafts, longest = int(plan.num_drafts.sum()), int(plan.draft_limits.max())
         if self._last_tokens == plan.rows.size + num_drafts:  # no prompt in it, whose tokens cost less
             speculation.observe_step(self._last_tokens, num_drafts, now - started, result.propose_s, longest)
-        if flight.has_drafts and result.rows.size:
+        if plan.has_drafts and result.rows.size:
             samples = plan.samples
             speculation.observe_proposals(result.rows, plan.draft_limits[samples], result.num_drafts)
             speculation.observe_verified(result.rows, plan.num_drafts[samples], result.num_new - 1)

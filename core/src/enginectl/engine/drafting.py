@@ -52,7 +52,7 @@ class Drafter:
     def propose(self, plan: StepPlan, packed: Packed, kept: Kept, result: StepResult) -> IntRows:
         """Ask the speculator; drafts go into the token matrix behind the verified tokens. Returns how many, [m]."""
         rows = result.rows
-        if not plan.draft_limits.any():
+        if not plan.has_drafts or not plan.draft_limits.any():
             return np.zeros(rows.size, np.int32)
         limit = np.where(self._serves[rows], plan.draft_limits[packed.sampled], np.int32(0))
         if not limit.any():

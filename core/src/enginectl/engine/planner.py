@@ -135,7 +135,7 @@ class Planner:
                 return _NO_ROWS
             columns, known, computed = t.columns(), t.num_tokens[rows], t.num_computed[rows]
             pending = known - computed
-            if self._max_drafts:
+            if t.holds_drafts:
                 pending += t.num_drafts[rows]
             if self._overlaps:
                 pending[known > columns.last] = 0  # its last token is on the way
@@ -161,7 +161,7 @@ class Planner:
                 continue
             if t.in_flight.any():
                 return None
-            if t.num_drafts[rows].any():
+            if t.holds_drafts and t.num_drafts[rows].any():
                 t.num_drafts[rows] = 0
                 continue
             self._preempt(int(self.scheduler.victims(running, now)[0]), now)
@@ -275,7 +275,10 @@ class Planner:
         samples = drafts >= 0
         np.maximum(drafts, 0, out=drafts)
         limits = self._draft_limits(rows, counts, drafts, samples)
-        plan = StepPlan(rows, computed, counts, drafts, samples, limits, is_decode=is_decode)
+        has_drafts = limits is not None or (not is_decode and bool(drafts.any()))
+        if limits is None:
+            limits = self._no_drafts[: rows.size]
+        plan = StepPlan(rows, computed, counts, drafts, samples, limits, is_decode=is_decode, has_drafts=has_drafts)
         changes = self._changes
         if changes.removed or changes.added or changes.block_ids:
             plan.removed, plan.added = changes.removed, changes.added
@@ -286,11 +289,13 @@ class Planner:
             self._changes = _Changes()
         return plan
 
-    def _draft_limits(self, rows: IntRows, counts: IntRows, drafts: IntRows, samples: NDArray[np.bool_]) -> IntRows:
-        """Drafts to propose for the next step, [n]: what may be of use, as far as the controller gives it."""
+    def _draft_limits(
+        self, rows: IntRows, counts: IntRows, drafts: IntRows, samples: NDArray[np.bool_]
+    ) -> IntRows | None:
+        """Drafts to propose for the next step, [n]: what may be of use, as far as the controller gives it; None for none."""
         t, controller = self.table, self._speculation
         if not self._max_drafts:
-            return self._no_drafts[: rows.size]
+            return None
         if controller is None:
             return self._useful_drafts(rows, drafts)
         # Prompts that go on, or wait, fill the next step too.
@@ -300,7 +305,7 @@ class Planner:
         else:
             num_busy, num_rows = int(counts[~samples].sum()), int(samples.sum())
         if controller.is_off(num_rows, num_busy):
-            return self._no_drafts[: rows.size]
+            return None
         room = self._useful_drafts(rows, drafts)
         if num_rows == rows.size:
             return controller.limits(rows, room, num_busy)

@@ -45,6 +45,7 @@ class StepPlan:
     (they are in the runner's token matrix). samples: [n] bool, whether the last known token is computed in this step,
     so that the row gets new ones. draft_limits: [n] int32 most drafts the speculator may propose afterwards.
     is_decode: every row computes its last token, that one alone, and samples: the step that is made most often.
+    has_drafts: a row has drafts, or may be given some afterwards.
     """
 
     rows: NDArray[np.int32]
@@ -59,6 +60,7 @@ class StepPlan:
     block_columns: NDArray[np.int32] | None = None
     block_ids: NDArray[np.int32] | None = None
     is_decode: bool = False
+    has_drafts: bool = True
 
     def select(self, index: NDArray[np.intp]) -> StepPlan:
         """The same step for some of its rows, without the differences (they are applied already)."""
@@ -70,6 +72,7 @@ class StepPlan:
             self.samples[index],
             self.draft_limits[index],
             is_decode=self.is_decode,
+            has_drafts=self.has_drafts,
         )
 
 
