@@ -38,17 +38,24 @@ VARIANTS: tuple[tuple[int, bool, bool], ...] = (
 
 def find_cuda() -> Path:
     """The toolkit's folder. Raises SystemExit where there is no nvcc."""
-    nvcc = shutil.which("nvcc")
-    places = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
-    for place in filter(None, places):
+    nvcc, home = shutil.which("nvcc"), os.environ.get("CUDA_HOME")
+    places = [Path(home)] if home else []
+    places += [Path(nvcc).resolve().parents[1]] if nvcc else []
+    for place in (*places, Path("/usr/local/cuda")):
         # A launcher script of nvcc's name on PATH is not the toolkit.
-        if all((Path(place) / part).exists() for part in ("bin/nvcc", "include/cuda_runtime.h", "lib64")):
-            return Path(place)
+        if all((place / part).exists() for part in ("bin/nvcc", "include/cuda_runtime.h", "lib64")):
+            return place
     raise SystemExit("no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install the CUDA toolkit, of 12.8 or later")
 
 
-def prepare(scratch: Path, architecture: str, headers: list[Path]) -> None:
-    """Set the environment in which FlashInfer generates and compiles. Before it is imported.
+def prepare(scratch: Path, architecture: str) -> None:
+    """Set the environment in which FlashInfer names and generates modules. Before it is imported."""
+    os.environ.update(FLASHINFER_WORKSPACE_BASE=str(scratch), FLASHINFER_CUDA_ARCH_LIST=architecture)
+    os.environ.pop("FLASHINFER_DISABLE_JIT", None)
+
+
+def prepare_compiler(scratch: Path, headers: list[Path]) -> None:
+    """Set the environment in which it compiles.
 
     Modules link to the driver's library, which a machine without a GPU lacks: an empty one of its name stands for it.
     """
@@ -59,13 +66,10 @@ def prepare(scratch: Path, architecture: str, headers: list[Path]) -> None:
     subprocess.run([shutil.which("gcc") or "cc", *options], check=True)
     os.environ.update(
         CUDA_HOME=str(cuda),
-        FLASHINFER_WORKSPACE_BASE=str(scratch),
-        FLASHINFER_CUDA_ARCH_LIST=architecture,
         FLASHINFER_EXTRA_LDFLAGS=f"-L{stub}",
         FLASHINFER_EXTRA_CUDAFLAGS=" ".join(f"-isystem {folder}" for folder in headers),
         FLASHINFER_EXTRA_CFLAGS=" ".join(f"-isystem {folder}" for folder in headers),
     )
-    os.environ.pop("FLASHINFER_DISABLE_JIT", None)
 
 
 def library_headers() -> list[Path]:
@@ -122,7 +126,9 @@ def main() -> int:
     if find_spec("flashinfer") is None:
         raise SystemExit("flashinfer-python is not installed; README.md beside this file says how to get it")
     with tempfile.TemporaryDirectory(prefix="flashinfer-") as scratch:
-        prepare(Path(scratch), args.architecture, library_headers())
+        prepare(Path(scratch), args.architecture)
+        if not args.list:
+            prepare_compiler(Path(scratch), library_headers())
         wanted = [spec for spec in specs() if re.search(args.only, spec.name)]
         if args.list:
             print(*(spec.name for spec in wanted), sep="\n")

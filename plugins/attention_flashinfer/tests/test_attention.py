@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
-import inspect
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,30 @@ from enginectl.provider import Provider
 from enginectl.testing.attention import AttentionConformance, Scene, context_for, layer_spec
 from enginectl.testing.paging import Pages
 from enginectl_attention_flashinfer import hooks
-from enginectl_attention_flashinfer.attention import FlashInferAttention, Shape
+from enginectl_attention_flashinfer.attention import FlashInferAttention, Shape, _loadable
+from enginectl_attention_flashinfer.workspace import captured_bytes, eager_bytes
 
 REAL = hooks.enginectl_attention()[0]
-_spec = importlib.util.spec_from_file_location("fake_flashinfer", Path(__file__).with_name("fake_flashinfer.py"))
-assert _spec is not None
-assert _spec.loader is not None
-fake_flashinfer = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake_flashinfer)
+HERE = Path(__file__).resolve().parent
+CHECKS = HERE.parents[2] / "bench" / "gpu"
 
 
-def on_the_fake(recorder: Any) -> Provider:
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fake_flashinfer = _module(HERE / "fake_flashinfer.py")
+real_wrappers = _module(HERE / "real_wrappers.py")
+
+
+def on_a_cpu(library: Any) -> Provider:
+    """The backend over something that stands for FlashInfer, or for its kernels."""
+
     def factory(ctx: BuildContext) -> FlashInferAttention:
         assert ctx.model_spec is not None
         return FlashInferAttention(
@@ -40,7 +53,8 @@ def on_the_fake(recorder: Any) -> Provider:
             block_size=ctx.engine.block_size,
             device="cpu",
             dtype=getattr(torch, ctx.dtype),
-            library=recorder.library(),
+            library=library,
+            num_multiprocessors=1,
             workspace_bytes=64,
         )
 
@@ -65,7 +79,17 @@ class TestOnTheFake(_WideHeads):
     @pytest.fixture
     def provider(self) -> Provider:
         """The stand-in computes by the reference itself."""
-        return on_the_fake(fake_flashinfer.Recorder())
+        return on_a_cpu(fake_flashinfer.Recorder().library())
+
+
+class TestOnRealWrappers(_WideHeads):
+    """FlashInfer's own Python, as installed, over kernels that are played on a CPU."""
+
+    @pytest.fixture
+    def provider(self, monkeypatch: pytest.MonkeyPatch) -> Provider:
+        """Skips where FlashInfer is not installed."""
+        library, _ = real_wrappers.real_library(monkeypatch)
+        return on_a_cpu(library)
 
 
 @pytest.mark.gpu
@@ -84,32 +108,54 @@ class TestOnGpu(_WideHeads):
         return "cuda"
 
 
-def exercised(layer: LayerSpec | None = None) -> Any:
-    """A recorder that has seen decode, prefill, both, and graphs of both."""
-    recorder = fake_flashinfer.Recorder()
-    wide = layer or layer_spec(head_dim=64, v_head_dim=64, window=8, soft_cap=2.0)
-    scene = Scene(on_the_fake(recorder), [wide], block_size=4, device="cpu", dtype="float16")
+def exercise(library: Any, layers: Sequence[LayerSpec], dtype: str = "float16") -> None:
+    """Decode, prefill, both, and graphs of both."""
+    scene = Scene(on_a_cpu(library), layers, block_size=4, device="cpu", dtype=dtype)
     scene.step([(0, 9), (1, 5)])
     scene.step([(0, 1), (1, 3)])
     pages = Pages(block_size=4, num_blocks=50)
     for work in ([(0, 1), (1, 1)], [(0, 3), (1, 3)]):
         scene.backend.capture(pages.advance(work))
-    return recorder
 
 
-def test_every_call_binds_to_the_installed_signatures() -> None:
-    """Keywords only, within the range of versions we declare."""
-    if importlib.util.find_spec("flashinfer") is None:
-        pytest.skip("flashinfer-python is not installed")
-    library = importlib.import_module("flashinfer")
-    calls = exercised().calls
-    assert {(name, method) for name, method, _ in calls} == {
-        (f"Batch{phase}WithPagedKVCacheWrapper", method)
-        for phase in ("Decode", "Prefill")
-        for method in ("__init__", "plan", "run")
-    }
-    for name, method, arguments in calls:
-        inspect.signature(getattr(getattr(library, name), method)).bind(None, **arguments)
+def kinds_of_layers(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, bool, bool]]:
+    """(head size, window, soft cap) of everything that bench/gpu/check.py runs on FlashInfer."""
+    monkeypatch.syspath_prepend(str(CHECKS))
+    correctness, random_model = _module(CHECKS / "correctness.py"), _module(CHECKS / "random_model.py")
+    layers = [correctness.layer_of(case) for case in correctness.CASES]
+    layers = [layer for layer in layers if correctness.admits("flashinfer", layer, "bfloat16")]
+    kinds = {(layer.head_dim, layer.window is not None, layer.soft_cap is not None) for layer in layers}
+    kinds |= {(shape["head_dim"], False, False) for name, shape in random_model.SHAPES.items() if name != "tiny"}
+    # The conformance kit, with heads of 64.
+    return kinds | {(64, window, soft_cap) for window in (False, True) for soft_cap in (False, True)}
+
+
+def test_modules_that_are_prebuilt_are_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By FlashInfer's own naming: no more, no fewer, none of `fa3`, which it would take on Hopper by itself."""
+    library, modules = real_wrappers.real_library(monkeypatch)
+    for head_dim, window, soft_cap in kinds_of_layers(monkeypatch):
+        sizes = {"head_dim": head_dim, "v_head_dim": head_dim, "scale": head_dim**-0.5}
+        bounds = {"window": 8 if window else None, "soft_cap": 2.0 if soft_cap else None}
+        layers = [layer_spec(num_heads=heads, **sizes, **bounds) for heads in (8, 4)]  # with tensor cores and without
+        for dtype in ("bfloat16", "float16"):
+            exercise(library, layers, dtype)
+    command = [sys.executable, str(CHECKS / "prebuild.py"), "--list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert {name for name in listed if name.startswith("batch_")} == set(modules.asked)
+    assert not any("sm90" in name for name in modules.asked)
+
+
+def test_plans_are_one_a_step_and_shape_and_read_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many layers there are. What FlashInfer's planner gets is on the host already: see `Modules`."""
+    library, modules = real_wrappers.real_library(monkeypatch)
+    layer = layer_spec(head_dim=64, v_head_dim=64)
+    backend = on_a_cpu(library).build(context_for([layer] * 5, block_size=4, device="cpu", dtype="float16"))
+    pages = Pages(block_size=4, num_blocks=50)
+    backend.prepare(pages.advance([(0, 1), (1, 1), (2, 7)]))
+    assert len(modules.plans) == 2
+    plan = backend.capture(pages.advance([(0, 1), (1, 1)]))
+    backend.update(plan, pages.advance([(0, 1)]))
+    assert len(modules.plans) == 4
 
 
 def test_one_csr_serves_all_layers_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +167,7 @@ def test_one_csr_serves_all_layers_of_a_group(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attention, "make_pages", lambda *a, **k: made.append(k["window"]) or plain(*a, **k))
     layer = layer_spec(head_dim=64, v_head_dim=64)
     layers = [layer, msgspec.structs.replace(layer, num_heads=2), layer, msgspec.structs.replace(layer, window=8)] * 3
-    backend = on_the_fake(fake_flashinfer.Recorder()).build(
+    backend = on_a_cpu(fake_flashinfer.Recorder().library()).build(
         context_for(layers, block_size=4, device="cpu", dtype="float16")
     )
     backend.prepare(Pages(block_size=4, num_blocks=50).advance([(0, 1), (1, 1)]))
@@ -133,7 +179,7 @@ def test_a_captured_plan_is_planned_again_before_each_replay(queries: int) -> No
     """Buffers stay in place; rows the batch lacks read the null block."""
     recorder = fake_flashinfer.Recorder()
     layer = layer_spec(head_dim=64, v_head_dim=64)
-    backend = on_the_fake(recorder).build(context_for([layer], block_size=4, device="cpu", dtype="float16"))
+    backend = on_a_cpu(recorder.library()).build(context_for([layer], block_size=4, device="cpu", dtype="float16"))
     store = (torch.zeros(60, 4, 2, 64).half(), torch.zeros(60, 4, 2, 64).half())
     backend.bind([store])
     pages = Pages(block_size=4, num_blocks=60)
@@ -153,6 +199,35 @@ def test_a_captured_plan_is_planned_again_before_each_replay(queries: int) -> No
         eager = backend.attend(0, q[: rows * queries], backend.prepare(batch))
         assert torch.equal(out[: rows * queries], eager)
         assert torch.isfinite(out).all()
+
+
+def test_a_bucket_that_needs_more_scratch_has_it_and_later_ones_share_it() -> None:
+    """The largest is captured first. Wrappers that are there already keep theirs: graphs hold its address."""
+    recorder = fake_flashinfer.Recorder()
+    layer = layer_spec(num_heads=8, head_dim=64, v_head_dim=64)
+    provider = on_a_cpu(recorder.library())
+    backend = provider.build(context_for([layer], block_size=4, device="cpu", dtype="float16"))
+    pages = Pages(block_size=4, num_blocks=50)
+    for rows in (6, 2):
+        backend.capture(pages.advance([(i, 1) for i in range(rows)]))
+    eager, _, large, small = [
+        arguments["float_workspace_buffer"] for _, method, arguments in recorder.calls if method == "__init__"
+    ]
+    assert eager.numel() >= eager_bytes(layer, 1)
+    assert large.numel() >= captured_bytes(layer, 1, num_rows=6, num_queries=1)
+    assert small is large
+
+
+@pytest.mark.parametrize("stride", [(64, 512), (1536, 64), (1540, 64), (1536, 100)])
+def test_queries_are_copied_only_if_kernels_cannot_load_them(stride: tuple[int, int]) -> None:
+    """They are a part of the fused projection's rows, where loads of 16 bytes find them."""
+    q = torch.zeros(8000, dtype=torch.float16).as_strided((4, 8, 64), (*stride, 1))
+    found = _loadable(q)
+    is_aligned = not (stride[0] % 8 or stride[1] % 8)
+    assert (found is q) == is_aligned
+    moved = _loadable(torch.zeros(8000, dtype=torch.float16)[3:].as_strided((4, 8, 64), (*stride, 1), 3))
+    assert moved.is_contiguous()
+    assert not moved.data_ptr() % 16
 
 
 @pytest.mark.parametrize(
@@ -196,6 +271,7 @@ def test_unsupported_says_why(capability: tuple[int, int] | None, version: str |
 
 def test_padding_rows_have_as_many_keys_as_queries() -> None:
     """A captured row that is not used still makes sense to the kernel: one page of the null block."""
-    recorder = exercised(layer_spec(head_dim=64, v_head_dim=64))
+    recorder = fake_flashinfer.Recorder()
+    exercise(recorder.library(), [layer_spec(head_dim=64, v_head_dim=64)])
     planned = [arguments for _, method, arguments in recorder.calls if method == "plan"]
     assert all(np.diff(a.get("indptr", a.get("paged_kv_indptr"))).min() >= 1 for a in planned)

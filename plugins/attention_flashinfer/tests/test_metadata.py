@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginectl_attention_flashinfer.metadata import make_pages
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 9)), min_size=1, max_size=6),
     block_size=st.sampled_from([1, 2, 4, 16, 64]),

@@ -17,15 +17,13 @@ from enginectl.interfaces.attention import AttentionBackend, AttentionBatch
 from enginectl.interfaces.model import LayerSpec
 from enginectl_attention_flashinfer.metadata import Pages, make_pages, on_host
 from enginectl_attention_flashinfer.modules import load_library
+from enginectl_attention_flashinfer.workspace import LEAST_BYTES, captured_bytes, eager_bytes
 
 BACKEND = "fa2"
 """The implementation that has windows, soft caps and paged decode on every architecture."""
 
-WORKSPACE_BYTES = 128 << 20
-"""Scratch of all wrappers together: they run one after another."""
-
-PLAIN_GROUPS = frozenset({1, 2, 3, 4, 6, 8, 16})
-"""Query heads a KV head that decode without tensor cores is compiled for."""
+VECTOR_BYTES = 16
+"""What kernels load at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,8 @@ class Shape:
 
     @property
     def use_tensor_cores(self) -> bool:
-        """For decode: where the plain kernel has no instance, and where groups are large enough to gain."""
-        per_kv = self.num_heads // self.num_kv_heads
-        return per_kv >= 4 or per_kv not in PLAIN_GROUPS
+        """For decode: groups large enough to gain. Of those, the plain kernel has instances for some sizes only."""
+        return self.num_heads // self.num_kv_heads >= 4
 
 
 @dataclass(slots=True)
@@ -87,22 +84,29 @@ class FlashInferAttention(AttentionBackend):
         device: str,
         dtype: torch.dtype,
         library: Any,
-        workspace_bytes: int = WORKSPACE_BYTES,
+        num_multiprocessors: int,
+        workspace_bytes: int = LEAST_BYTES,
     ) -> None:
+        """workspace_bytes: at least."""
         self._layers = tuple(layers)
         self._block_size = block_size
         self._device = device
         self._dtype = dtype
         self._library = library
-        # Decode reads counters in it before it writes them.
-        self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+        self._num_multiprocessors = num_multiprocessors
         self._shapes = tuple(dict.fromkeys(Shape.of(layer) for layer in layers))
+        most = (eager_bytes(shape, num_multiprocessors) for shape in self._shapes)
+        self._workspace = self._scratch(max(workspace_bytes, *most))
         self._shape_of = [self._shapes.index(Shape.of(layer)) for layer in layers]
         self._decode = [self._decode_wrapper(shape) for shape in self._shapes]
         self._prefill = [self._prefill_wrapper() for _ in self._shapes]
         self._kv: list[tuple[Tensor, Tensor]] = []
         on_gpu = device.startswith("cuda")
         self._planned = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def _scratch(self, num_bytes: int) -> Tensor:
+        """For all wrappers: they run one after another. Zeroed, as FlashInfer asks for."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def bind(self, kv: list[tuple[Tensor, Tensor]]) -> None:
         """Keep the store, as pages and as slots."""
@@ -145,6 +149,7 @@ class FlashInferAttention(AttentionBackend):
         slots = batch.slot_mapping.clone(memory_format=torch.contiguous_format)
         plan = FlashInferPlan(tokens, 0, slots, captured=(rows, batch.max_query_len, width))
         most = rows * width
+        self._make_room(rows, batch.max_query_len)
         if batch.max_query_len == 1:
             plan.cut = tokens
             plan.decode = [self._decode_wrapper(shape, rows, most) for shape in self._shapes]
@@ -152,6 +157,14 @@ class FlashInferAttention(AttentionBackend):
             plan.prefill = [self._prefill_wrapper(rows, most) for _ in self._shapes]
         self.update(plan, batch)
         return plan
+
+    def _make_room(self, num_rows: int, num_queries: int) -> None:
+        """Wrappers made from here on share a larger workspace, if this size needs it; earlier ones keep theirs."""
+        sizes = {"num_rows": num_rows, "num_queries": num_queries}
+        shapes = [shape for shape in self._shapes if num_queries > 1 or shape.use_tensor_cores]
+        needed = (captured_bytes(shape, self._num_multiprocessors, **sizes) for shape in shapes)
+        if (num_bytes := max(needed, default=0)) > self._workspace.numel():
+            self._workspace = self._scratch(num_bytes)
 
     def update(self, plan: FlashInferPlan, batch: AttentionBatch) -> None:
         """Plan anew for this step's lengths. Rows the batch lacks read and write the null block."""
@@ -166,8 +179,10 @@ class FlashInferAttention(AttentionBackend):
         plan.slot_mapping[:, batch.num_tokens :].zero_()
         lens = np.full(rows, queries, np.int32)
         lens[:found] = batch.seq_lens_host[:found]
-        tables = batch.block_tables.new_zeros(batch.block_tables.shape[0], rows, width)
-        tables[:, :found, :columns] = batch.block_tables[:, :found]
+        tables = batch.block_tables
+        if found < rows:
+            tables = tables.new_zeros(tables.shape[0], rows, columns)
+            tables[:, :found] = batch.block_tables[:, :found]
         if plan.decode:
             self._plan_decode(plan.decode, tables, lens)
         else:
@@ -280,14 +295,22 @@ class FlashInferAttention(AttentionBackend):
         """Each part writes its rows of the output."""
         assert sinks is None, "compose refuses models with sinks"
         which, pages = self._shape_of[layer], self._kv[layer]
-        q = q.contiguous()
-        out = torch.empty_like(q)
+        q = _loadable(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         cut = plan.cut
         if plan.decode:
             plan.decode[which].run(q=q[:cut], paged_kv_cache=pages, out=out[:cut])
         if plan.prefill:
             plan.prefill[which].run(q=q[cut:], paged_kv_cache=pages, out=out[cut:])
         return out
+
+
+def _loadable(q: Tensor) -> Tensor:
+    """The same rows, as they are if kernels can load them: queries are mostly a part of a fused projection's rows."""
+    vector = VECTOR_BYTES // q.element_size()
+    if q.stride(2) == 1 and not (q.stride(0) % vector or q.stride(1) % vector or q.storage_offset() % vector):
+        return q
+    return q.clone(memory_format=torch.contiguous_format)
 
 
 def check_layers(layers: Sequence[LayerSpec]) -> None:
@@ -311,5 +334,6 @@ def build(ctx: BuildContext) -> FlashInferAttention:
         block_size=ctx.engine.block_size,
         device=ctx.device,
         dtype=getattr(torch, ctx.dtype),
-        library=load_library("attention", ctx.device),
+        library=load_library("attention", ctx.device, module="batch_*"),
+        num_multiprocessors=torch.cuda.get_device_properties(ctx.device).multi_processor_count,
     )
