@@ -42,6 +42,17 @@ def test_the_role_of_a_chat_is_no_token() -> None:
     assert len(answer.times_s) == 2
 
 
+@pytest.mark.parametrize("space", [b"", b" "])
+def test_an_event_without_text_says_nothing(space: bytes) -> None:
+    """Some servers send one for a token that ends within a character: a reader sees nothing of it."""
+    some = b'data: {"choices":[{"index":0,"text":%s"%s","logprobs":null}],"usage":null}'
+    some, none = some % (space, b"a:"), some % (space, b"")
+    assert len(read(b"\n".join([none, some, none, none, some, none, b""]), 5).times_s) == 2
+    said, unsaid = (b'data: {"choices":[{"delta":{"content":%s"%s"}}]}' % (space, text) for text in (b"a", b""))
+    thought = b'data: {"choices":[{"delta":{"content":%s"","reasoning":"so"}}]}' % space
+    assert len(read(b"\n".join([unsaid, said, unsaid, thought, unsaid, b""]), 7, is_chat=True).times_s) == 2
+
+
 def test_an_error_event_is_found_among_tokens() -> None:
     error = b'data: {"error":{"message":"the engine process died","type":"server_error"}}'
     answer = read(b"\n".join([TEXT, TEXT, error, b""]), 11)

@@ -9,15 +9,15 @@ import msgspec
 _MAX_BODY_BYTES = 1 << 20
 _DATA = b"data:"
 _DONE = b"[DONE]"
-_TELLING = (b'"usage":{', b'"usage": {', b'"error"')
-"""What events hold that are not merely a token. Quotes inside of a text are escaped, so text does not look like this."""
+_TELLING = (b'"usage":{', b'"usage": {', b'"error"', b':""', b': ""')
+"""What events hold that may not be merely text. Quotes inside of a text are escaped, so text does not look like this."""
 
 
 class Answer:
     """A sink for one answer.
 
-    times_s: when each event with output came. is_done: the stream was ended by the server. error: of an event that
-    reports one. keep_events: also keep the payloads of all events.
+    times_s: when each event with text came; some servers send one without, for a token that has none yet. is_done: the
+    stream was ended by the server. error: of an event that reports one. keep_events: also keep the payloads of all events.
     """
 
     __slots__ = (
@@ -98,11 +98,9 @@ class Answer:
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
             return False
         if not self.is_chat:
-            return True
+            return bool(choices[0].get("text"))
         delta = choices[0].get("delta") or {}
-        if any(delta.get(key) for key in ("content", "reasoning", "reasoning_content", "tool_calls")):
-            return True
-        return "content" in delta and "role" not in delta and choices[0].get("finish_reason") is None
+        return any(delta.get(key) for key in ("content", "reasoning", "reasoning_content", "tool_calls"))
 
     def read_whole(self) -> Any:
         """The JSON of an answer that was not streamed, its usage noted; None if it is none."""

@@ -23,7 +23,7 @@ _MAX_POINTS = 400
 def summarize(run: Run) -> Summary:
     """One repeat. Latencies are of finished requests; what has no value is None.
 
-    ttft_ms: until the first event. itl_ms: between events. tpot_ms: of a request, the mean time of a token after the
+    ttft_ms: until the first event with text. itl_ms: between such events. tpot_ms: of a request, the mean time of a token after the
     first. e2e_ms: until the end of the answer. late_ms: the client's own lateness. client_cpu: cores it kept busy.
     """
     finished = [outcome for outcome in run.outcomes if not outcome.error]
