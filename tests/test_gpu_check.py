@@ -156,6 +156,36 @@ def test_correctness_comes_first_then_what_is_wanted() -> None:
     assert [name for group in groups for name in group] == list(check.SECTIONS)
 
 
+def test_prebuilt_modules_are_put_where_flashinfer_looks(tmp_path: Path) -> None:
+    """Beside what it brings, and only whole ones; a folder without any is an error."""
+    packages = import_module("packages")
+    modules, installed = tmp_path / "modules", tmp_path / "packages"
+    modules.mkdir()
+    with pytest.raises(SystemExit, match="flashinfer-python among"):
+        packages.place_modules(modules, installed)
+    (installed / "flashinfer" / "data" / "csrc").mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"prebuild\.py makes them"):
+        packages.place_modules(modules, installed)
+    (modules / "norm").mkdir()
+    (modules / "norm" / "norm.so").write_bytes(b"module")
+    (modules / "norm" / "norm.partial").write_bytes(b"half")
+    packages.place_modules(modules, installed)
+    found = [path for path in (installed / "flashinfer" / "data" / "aot").rglob("*") if path.is_file()]
+    assert [path.name for path in found] == ["norm.so"]
+    assert found[0].parent.name == "norm"
+
+
+def test_settings_of_the_engine_in_the_environment_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything fetched; a cache that is set stays."""
+    monkeypatch.setenv("ENGINECTL_ATTENTION", "torch")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/cache")
+    environ = import_module("packages").environment_of(None, None)
+    assert "ENGINECTL_ATTENTION" not in environ
+    assert environ["TRITON_CACHE_DIR"] == "/cache"
+    assert environ["HF_HUB_OFFLINE"] == "1"
+    assert "FLASHINFER_DISABLE_JIT" not in environ
+
+
 # -- what a section is given -------------------------------------------------------------------------------------------
 
 
