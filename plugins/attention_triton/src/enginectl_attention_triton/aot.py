@@ -1,42 +1,27 @@
-"""Compile every kernel ahead of time, without a GPU, and say what it takes: registers, spills, shared memory.
+"""Every kernel as it is launched, to be compiled ahead of time, without a GPU: registers, spills, shared memory.
 
-`python -m enginectl_attention_triton.aot` prints the table of the README. Not in a process with TRITON_INTERPRET set.
+`python -m enginectl_attention_triton.aot` prints the table of `compiled.md`. Not in a process with TRITON_INTERPRET set.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
+from enginectl.testing.triton_kernels import ITEMSIZES, POINTERS, Spec, main
 from enginectl_attention_triton import attention_kernels, op_kernels, sample_kernels
 from enginectl_attention_triton.config import (
     MAX_SPLITS,
     NARROW_QUERIES,
     Shape,
     Tile,
+    fits_a_tile,
     join_warps,
     narrow_tile,
     padded_dim,
     power_of_two,
-    shared_limit,
     wide_tile,
 )
-
-ARCHITECTURES = (80, 86, 90, 100)
-POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}
-ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+from enginectl_attention_triton.op_launch import ARGMAX_BLOCK, GATED_BLOCK, SAMPLE_BLOCK, SAMPLE_WARPS, norm_warps
 
 SHAPES = (
     Shape(0, 8, 4, 64, 64, 0, 0),
@@ -46,40 +31,21 @@ SHAPES = (
     Shape(0, 4, 7, 128, 128, 4096, 0),
     Shape(0, 8, 8, 128, 128, 0, 8192),
     Shape(0, 4, 2, 256, 256, 1024, 0),
+    Shape(0, 1, 71, 64, 64, 0, 0),
+    Shape(0, 1, 16, 256, 256, 0, 0),
+    Shape(0, 1, 128, 128, 128, 0, 0),
 )
-"""What real models have: Llama 1B, SmolLM2, Phi-2's odd heads, Llama 8B, Qwen2 with a window, chunks, Gemma."""
+"""What real models have: Llama 1B, SmolLM2, Phi-2's odd heads, Llama 8B, Qwen2 with a window, chunks, Gemma, Falcon's
+one KV head; then the largest groups there are tiles for.
+"""
 
 
-@dataclass(frozen=True)
-class Spec:
-    """One specialisation. pointers, sizes, floats: runtime arguments by kind, pointers with their types."""
-
-    name: str
-    kernel: Any
-    pointers: dict[str, str]
-    sizes: tuple[str, ...]
-    floats: tuple[str, ...]
-    constants: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What a compiled kernel takes of a program. spill_bytes: local memory a thread; shared_bytes: of a program."""
-
-    name: str
-    capability: int
-    registers: int | None
-    spill_bytes: int | None
-    shared_bytes: int
-    shared_limit: int
-
-
-def specs(capability: int, dtypes: Sequence[str] = ("bfloat16", "float16", "float32")) -> Iterator[Spec]:
+def specs(capability: int, dtypes: Sequence[str] = tuple(POINTERS)) -> Iterator[Spec]:
     """Every kernel in the configurations this architecture launches."""
     for dtype in dtypes:
         for shape in SHAPES:
+            if not fits_a_tile(shape, itemsize=ITEMSIZES[dtype]):
+                continue
             yield from _attention_specs(shape, dtype, capability)
         yield _write_spec(dtype)
         yield from _op_specs(dtype)
@@ -89,11 +55,11 @@ def _attention_specs(shape: Shape, dtype: str, capability: int) -> Iterator[Spec
     size = ITEMSIZES[dtype]
     heads = f"{shape.num_kv_heads}x{shape.heads_per_kv}x{shape.head_dim}"
     decode = narrow_tile(shape, 1, itemsize=size)
-    yield _attend_spec(f"decode {heads} {dtype}", shape, dtype, decode, one_query=True, num_splits=8)
+    yield _attend_spec(f"decode {heads} {dtype}", shape, dtype, decode, one_query=True, is_split=True)
     drafts = narrow_tile(shape, NARROW_QUERIES, itemsize=size)
-    yield _attend_spec(f"drafts {heads} {dtype}", shape, dtype, drafts, one_query=False, num_splits=8)
+    yield _attend_spec(f"drafts {heads} {dtype}", shape, dtype, drafts, one_query=False, is_split=True)
     wide = wide_tile(shape, itemsize=size, capability=capability)
-    yield _attend_spec(f"prefill {heads} {dtype}", shape, dtype, wide, one_query=False, num_splits=1)
+    yield _attend_spec(f"prefill {heads} {dtype}", shape, dtype, wide, one_query=False, is_split=False)
     yield Spec(
         f"join {heads} {dtype}",
         attention_kernels.join_kernel,
@@ -112,7 +78,7 @@ def _attention_specs(shape: Shape, dtype: str, capability: int) -> Iterator[Spec
     )
 
 
-def _attend_spec(name: str, shape: Shape, dtype: str, tile: Tile, *, one_query: bool, num_splits: int) -> Spec:
+def _attend_spec(name: str, shape: Shape, dtype: str, tile: Tile, *, one_query: bool, is_split: bool) -> Spec:
     data = dict.fromkeys(("q", "keys", "values", "out", "sinks"), POINTERS[dtype])
     scratch = dict.fromkeys(("partial", "partial_lse"), "*fp32")
     tables = dict.fromkeys(("block_table", "query_start", "seq_lens", "tiles"), "*i32")
@@ -136,7 +102,7 @@ def _attend_spec(name: str, shape: Shape, dtype: str, tile: Tile, *, one_query: 
             "HAS_SINKS": bool(shape.window),
             "ONE_QUERY": one_query,
             "QUERIES": 1 if one_query else tile.rows // shape.heads_per_kv,
-            "NUM_SPLITS": num_splits,
+            "IS_SPLIT": is_split,
             "BLOCK_M": tile.rows,
             "BLOCK_N": tile.keys,
             "BLOCK_D": padded_dim(shape.head_dim),
@@ -159,14 +125,6 @@ def _write_spec(dtype: str) -> Spec:
 
 
 def _op_specs(dtype: str) -> Iterator[Spec]:
-    from enginectl_attention_triton.op_launch import (
-        ARGMAX_BLOCK,
-        GATED_BLOCK,
-        SAMPLE_BLOCK,
-        SAMPLE_WARPS,
-        norm_warps,
-    )
-
     kind = POINTERS[dtype]
     for size, add in ((4096, False), (4096, True), (16384, True)):
         block = power_of_two(size)
@@ -210,7 +168,7 @@ def _op_specs(dtype: str) -> Iterator[Spec]:
         yield Spec(
             "sample",
             sample_kernels.sample_kernel,
-            {"logits": "*fp32", "params": "*fp64", "out": "*i64"},
+            {"logits": "*fp32", "row_params": "*fp64", "out": "*i64"},
             ("row_stride", "num_rows"),
             (),
             {"SIZE": 128256, "BITS": 36, "BLOCK": SAMPLE_BLOCK},
@@ -244,95 +202,5 @@ def _rope_spec(dtype: str, *, norm: bool, write: bool) -> Spec:
     )
 
 
-def compile_spec(spec: Spec, capability: int) -> Any:
-    """Triton's compiled kernel for one architecture. Pointers and sizes are multiples of 16, as in real launches."""
-    names = spec.kernel.arg_names
-    signature: dict[str, str] = {}
-    for name in names:
-        if name in spec.pointers:
-            signature[name] = spec.pointers[name]
-        elif name in spec.sizes:
-            signature[name] = "i32"
-        elif name in spec.floats:
-            signature[name] = "fp32"
-        else:
-            signature[name] = "constexpr"
-    constants = {(names.index(name),): value for name, value in spec.constants.items()}
-    aligned = [name for name in names if name in spec.pointers or "stride" in name]
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(fn=spec.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def usage(spec: Spec, capability: int) -> Usage:
-    """Compile and measure."""
-    compiled = compile_spec(spec, capability)
-    registers, spills = resource_usage(compiled.asm["cubin"])
-    limit = shared_limit(capability)
-    return Usage(spec.name, capability, registers, spills, compiled.metadata.shared, limit)
-
-
-def resource_usage(cubin: bytes) -> tuple[int | None, int | None]:
-    """(registers, bytes of local memory) a thread, or (None, None) where cubin tools are missing."""
-    tool = find_cuobjdump()
-    if tool is None:
-        return None, None
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    registers = [int(found) for found in re.findall(r"REG:(\d+)", text.stdout)]
-    stacks = [int(found) for found in re.findall(r"STACK:(\d+)", text.stdout)]
-    locals_ = [int(found) for found in re.findall(r"LOCAL:(\d+)", text.stdout)]
-    return (max(registers), max(stacks + locals_)) if registers else (None, None)
-
-
-def find_cuobjdump() -> str | None:
-    """The one in Triton's wheel."""
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return str(path) if path.exists() else None
-
-
-def table(usages: Sequence[Usage]) -> str:
-    """Markdown: a row a kernel; registers / spilled bytes / shared KiB by architecture."""
-    names = dict.fromkeys(found.name for found in usages)
-    by_key = {(found.name, found.capability): found for found in usages}
-    capabilities = sorted({found.capability for found in usages})
-
-    def cell(one: Usage) -> str:
-        return f"{one.registers} / {one.spill_bytes} / {one.shared_bytes / 1024:.1f}"
-
-    lines = ["| kernel | " + " | ".join(f"sm_{c}" for c in capabilities) + " |", "|---" * (len(capabilities) + 1) + "|"]
-    for name in names:
-        lines.append(f"| {name} | " + " | ".join(cell(by_key[name, c]) for c in capabilities) + " |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Print the table, or with --json a list of what each kernel takes. Status 1 if one takes too much."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--architectures", type=int, nargs="*", default=list(ARCHITECTURES))
-    parser.add_argument("--dtypes", nargs="*", default=list(POINTERS), choices=list(POINTERS))
-    parser.add_argument("--only", default="", help="regular expression: kernels whose name it matches")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    found = [
-        usage(spec, capability)
-        for capability in args.architectures
-        for spec in specs(capability, args.dtypes)
-        if re.search(args.only, spec.name)
-    ]
-    if args.json:
-        print(json.dumps([asdict(one) for one in found]))
-    else:
-        print(f"triton {triton.__version__}; registers / spilled bytes a thread / shared KiB a program\n")
-        print(table(found))
-    over = [one for one in found if one.shared_bytes > one.shared_limit or one.spill_bytes]
-    for one in over:
-        print(f"too much: {one}", file=sys.stderr)
-    sys.exit(1 if over else 0)
-
-
 if __name__ == "__main__":
-    main()
+    main(specs, __doc__)

@@ -150,7 +150,7 @@ class TritonAttention(AttentionBackend):
             HAS_SINKS=sinks is not None,
             ONE_QUERY=part.tiles is None,
             QUERIES=part.queries,
-            NUM_SPLITS=part.num_splits,
+            IS_SPLIT=part.num_splits > 1,
             BLOCK_M=part.tile.rows,
             BLOCK_N=part.tile.keys,
             BLOCK_D=padded_dim(spec.head_dim),
@@ -204,12 +204,11 @@ def build(ctx: BuildContext) -> TritonAttention:
     size = ctx.engine.block_size
     if size.bit_count() != 1 or size > 256:
         raise UnsupportedError(f"attention 'triton' reads blocks of 1, 2, 4 … 256 tokens, not {size}; set --block-size")
+    dtype: torch.dtype = getattr(torch, ctx.dtype)
     for layer in ctx.model_spec.layers:
-        if not fits_a_tile(Shape.of(layer)):
+        if not fits_a_tile(Shape.of(layer), itemsize=dtype.itemsize):
             raise UnsupportedError(
                 f"attention 'triton' has no tile for {layer.num_heads // layer.num_kv_heads} query heads a KV head of "
-                f"{max(layer.head_dim, layer.v_head_dim)}; use --attention torch"
+                f"{max(layer.head_dim, layer.v_head_dim)} in {ctx.dtype}; use --attention torch"
             )
-    return TritonAttention(
-        ctx.model_spec.layers, block_size=size, device=find_device(ctx.device), dtype=getattr(torch, ctx.dtype)
-    )
+    return TritonAttention(ctx.model_spec.layers, block_size=size, device=find_device(ctx.device), dtype=dtype)

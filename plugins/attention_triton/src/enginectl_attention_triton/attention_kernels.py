@@ -3,6 +3,9 @@
 The store of a layer is two contiguous tensors [num_blocks, block_size, num_kv_heads, head_dim]; slot = block *
 block_size + offset. Offsets into it are int64, everything else is small. What is not this sequence's and in sight is
 never loaded: null blocks and slots nobody has written may hold NaN. Sums are fp32 whatever the store holds.
+
+`do_not_specialize` names what changes from step to step: a kernel would be compiled anew, while requests wait, for a
+table that starts elsewhere or has one column.
 """
 
 # Kernel arguments have Triton's types, which are not Python's.
@@ -34,7 +37,7 @@ def locate_tile(tile, tiles, query_start, ONE_QUERY: tl.constexpr):
         return row, first_query, token, tl.load(query_start + row + 1) - token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_table", "query_start", "seq_lens", "tiles", "table_stride"])
 def attend_kernel(
     q,
     keys,
@@ -62,7 +65,7 @@ def attend_kernel(
     HAS_SINKS: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     QUERIES: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -70,8 +73,8 @@ def attend_kernel(
 ):
     """One tile of queries of one row, for one KV head and one split of its keys. Grid [tiles, kv heads, splits].
 
-    A tile's rows are (query, head of the group), QUERIES * HEADS_PER_KV of them used. With one split the result goes to
-    `out`, else each split's mean and log2 of its weight go to `partial` for `join_kernel`.
+    A tile's rows are (query, head of the group), QUERIES * HEADS_PER_KV of them used. The result goes to `out` or, with
+    IS_SPLIT, each split's mean and log2 of its weight go to `partial` for `join_kernel`.
     Source: Dao et al. 2022 (online softmax), Dao et al. 2023 "Flash-Decoding" (splits).
     """
     tile = tl.program_id(0)
@@ -100,8 +103,8 @@ def attend_kernel(
         lowest = tl.maximum(lowest, (before + first_query) // CHUNK * CHUNK)
     begin = lowest // BLOCK_N
     end = tl.cdiv(stop, BLOCK_N)
-    if NUM_SPLITS > 1:
-        size = tl.cdiv(end - begin, NUM_SPLITS)
+    if IS_SPLIT:
+        size = tl.cdiv(end - begin, tl.num_programs(2))
         begin += split * size
         end = tl.minimum(begin + size, end)
 
@@ -149,8 +152,8 @@ def attend_kernel(
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     store = used[:, None] & (dv < V_HEAD_DIM)[None, :]
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
-    if NUM_SPLITS > 1:
-        place = ((tile * QUERIES + m // HEADS_PER_KV).to(tl.int64) * NUM_HEADS + head) * NUM_SPLITS + split
+    if IS_SPLIT:
+        place = ((tile * QUERIES + m // HEADS_PER_KV).to(tl.int64) * NUM_HEADS + head) * tl.num_programs(2) + split
         tl.store(partial_lse + place, peak + tl.log2(total), mask=used)
         tl.store(partial + place[:, None] * V_HEAD_DIM + dv[None, :], acc, mask=store)
     else:
@@ -158,7 +161,7 @@ def attend_kernel(
         tl.store(out + place[:, None] * V_HEAD_DIM + dv[None, :], acc.to(out.dtype.element_ty), mask=store)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_start", "tiles"])
 def join_kernel(
     partial,
     partial_lse,
@@ -195,7 +198,7 @@ def join_kernel(
         tl.store(out + place * V_HEAD_DIM + dv, mean.to(out.dtype.element_ty), mask=dv < V_HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "num_rows"])
 def write_kernel(
     k,
     v,

@@ -1,7 +1,7 @@
 """Launch configurations: a table by architecture, element size and head size. No autotuner runs.
 
-The tables are chosen so that every kernel compiles without spills within the architecture's shared memory by
-triton 3.9, and all but one (8 bytes, fp32) by 3.6; their speed has not been measured.
+The tables are chosen so that every kernel compiles without spills within the architecture's shared memory, by triton
+3.6 and by 3.9; their speed has not been measured.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MAX_NARROW = 64
 NARROW_QUERIES = 16
 """Rows with at most this many queries (decode, drafts) are split over their keys; longer ones fill the device."""
 
-MAX_TILE_ELEMENTS = 128 * 128
-"""Most numbers of queries in a tile."""
+MAX_TILE_ELEMENTS = {2: 128 * 128, 4: 32 * 128}
+"""Most numbers of a group's queries in a tile, by element size: more would not stay in registers."""
 
 MAX_SPLITS = 64
 
@@ -67,31 +67,30 @@ class Shape:
 # Keyed by the head size up to which they hold. fp32 has no tensor cores with exact products: its tiles are small.
 _NARROW_16 = {64: Tile(0, 64, 4, 3), 128: Tile(0, 64, 4, 3), 256: Tile(0, 32, 4, 2)}
 _NARROW_32 = {64: Tile(0, 16, 8, 2), 128: Tile(0, 16, 8, 2), 256: Tile(0, 16, 8, 2)}
-_WIDE_32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 16, 8, 2), 256: Tile(16, 16, 8, 2)}
+_WIDE_32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 16, 8, 3), 256: Tile(16, 16, 8, 2)}
 _WIDE_16 = {
     80: {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2)},
     86: {64: Tile(128, 64, 8, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 16, 8, 2)},
     90: {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
-    100: {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 3)},
+    100: {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
 }
-_SHARED_LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+_FAMILIES = {80: 80, 86: 86, 90: 90, 100: 100, 120: 86}
+"""The table's entry from a capability on. Consumer cards share sm_86's, whose shared memory is the smallest."""
 
 
-def shared_limit(capability: int) -> int:
-    """Bytes of shared memory one program may use, by compute capability (80, 90 …)."""
-    return _SHARED_LIMITS[max(known for known in _SHARED_LIMITS if known <= capability)]
-
-
-def fits_a_tile(shape: Shape) -> bool:
+def fits_a_tile(shape: Shape, *, itemsize: int) -> bool:
     """Whether one query of a whole group of heads stays in shared memory and registers."""
-    return power_of_two(shape.heads_per_kv) * padded_dim(max(shape.head_dim, shape.v_head_dim)) <= MAX_TILE_ELEMENTS
+    return power_of_two(shape.heads_per_kv) * _dim(shape) <= MAX_TILE_ELEMENTS[itemsize]
 
 
 def wide_tile(shape: Shape, *, itemsize: int, capability: int) -> Tile:
     """For rows with many queries."""
     table = _WIDE_32 if itemsize == 4 else _WIDE_16[_family(capability)]
     tile = _for_head(table, shape)
-    return _with_rows(tile, max(tile.rows, power_of_two(shape.heads_per_kv)))
+    rows = power_of_two(shape.heads_per_kv)
+    if rows <= tile.rows:
+        return tile
+    return Tile(rows, max(MIN_TILE, tile.keys * tile.rows // rows), 8, tile.num_stages)
 
 
 def narrow_tile(shape: Shape, num_queries: int, *, itemsize: int) -> Tile:
@@ -100,9 +99,10 @@ def narrow_tile(shape: Shape, num_queries: int, *, itemsize: int) -> Tile:
     rows = max(MIN_TILE, power_of_two(shape.heads_per_kv))
     limit = MAX_NARROW if itemsize == 2 else 32
     rows = max(rows, min(limit, power_of_two(shape.heads_per_kv * num_queries)))
-    if rows >= MAX_NARROW and tile.keys > 32:  # scores of more would not stay in registers
-        tile = Tile(0, 32, tile.num_warps, tile.num_stages)
-    return _with_rows(tile, rows)
+    keys = min(tile.keys, 32) if rows >= MAX_NARROW else tile.keys  # scores of more would not stay in registers
+    if itemsize == 2 and rows * _dim(shape) >= MAX_TILE_ELEMENTS[2]:
+        return Tile(rows, keys, 8, 3)
+    return Tile(rows, keys, tile.num_warps, tile.num_stages)
 
 
 def join_warps(splits: int, v_head_dim: int) -> int:
@@ -133,16 +133,12 @@ def padded_dim(dim: int) -> int:
 
 
 def _family(capability: int) -> int:
-    """The table's entry: by capability, but consumer cards share sm_86's, whose shared memory is the smallest."""
-    if shared_limit(capability) == _SHARED_LIMITS[86]:
-        return 86
-    return max(known for known in _WIDE_16 if known <= capability)
+    return _FAMILIES[max(known for known in _FAMILIES if known <= capability)]
 
 
 def _for_head(table: dict[int, Tile], shape: Shape) -> Tile:
-    dim = max(shape.head_dim, shape.v_head_dim)
-    return table[min(size for size in table if padded_dim(dim) <= size)]
+    return table[min(size for size in table if _dim(shape) <= size)]
 
 
-def _with_rows(tile: Tile, rows: int) -> Tile:
-    return Tile(rows, tile.keys, tile.num_warps, tile.num_stages)
+def _dim(shape: Shape) -> int:
+    return padded_dim(max(shape.head_dim, shape.v_head_dim))

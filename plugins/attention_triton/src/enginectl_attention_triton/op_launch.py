@@ -21,7 +21,7 @@ ROPE_ROWS = 16
 
 GATED_BLOCK = 1024
 ARGMAX_BLOCK = 4096
-SAMPLE_BLOCK, SAMPLE_WARPS = 512, 16
+SAMPLE_BLOCK, SAMPLE_WARPS = 1024, 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
@@ -118,7 +118,7 @@ def sample(logits: Tensor, params: Tensor, bits: int) -> Tensor:
         num_rows,
         SIZE=size,
         BITS=bits,
-        BLOCK=SAMPLE_BLOCK,
+        BLOCK=min(SAMPLE_BLOCK, power_of_two(size)),
         num_warps=SAMPLE_WARPS,
         enable_fp_fusion=False,  # a weight is rounded the same in every sweep
     )

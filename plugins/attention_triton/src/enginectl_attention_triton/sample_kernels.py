@@ -2,7 +2,8 @@
 
 It computes what core's sampler `torch` does. Weights are whole numbers, `exp((logit - peak) / temperature)` rounded to a
 multiple of a power of two, so that sums in int64 are exact in any order. Thresholds are found by their bits, four at a
-sweep: each sweep counts (or weighs) what is not below sixteen candidates.
+sweep: each sweep counts (or weighs) what is not below sixteen candidates. Sums of a sweep stay apart until its end:
+adding up the threads takes barriers, and a sweep over a large vocabulary has more than a hundred turns.
 """
 
 # Kernel arguments have Triton's types, which are not Python's.
@@ -14,10 +15,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # it changes from step to step
 def sample_kernel(
     logits,
-    params,
+    row_params,
     out,
     row_stride,
     num_rows,
@@ -25,43 +26,42 @@ def sample_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid [rows]. params: [5, num_rows] fp64 temperature (0 is greedy), top_k (0 is off), top_p, min_p as a weight, and
+    """Grid [rows]. row_params: [5, num_rows] fp64 temperature (0 is greedy), top_k (0 is off), top_p, min_p as a weight, and
     the row's uniform. A row with NaN or +inf, or without a finite logit, gives the argmax of its finite logits.
     """
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * row_stride
-    peak = tl.full((), float("-inf"), tl.float32)
-    best = tl.full((), 0, tl.int32)
-    broken = tl.full((), 0, tl.int32)
+    high = tl.full([BLOCK], float("-inf"), tl.float32)
+    best = tl.zeros([BLOCK], tl.int32)
+    broken = tl.zeros([BLOCK], tl.int32)
     for start in range(0, SIZE, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(x + at, mask=at < SIZE, other=float("-inf")).to(tl.float32)
         fine = (value == value) & (value < float("inf"))
-        broken = tl.maximum(broken, tl.max((fine == 0).to(tl.int32), 0))
+        broken = tl.where(fine, broken, 1)
         value = tl.where(fine, value, float("-inf"))
-        high = tl.max(value, 0)
-        first = tl.min(tl.where(value == high, at, SIZE), 0)
-        best = tl.where(high > peak, first, best)
-        peak = tl.maximum(peak, high)
+        best = tl.where(value > high, at, best)
+        high = tl.maximum(high, value)
+    peak = tl.max(high, 0)
 
     # Parameters are loaded where they are used, so that none is kept over the sweeps before.
-    params += row
-    token = best.to(tl.int64)
-    temperature = tl.load(params).to(tl.float32)
-    if (temperature > 0.0) & (broken == 0) & (peak > float("-inf")):
+    row_params += row
+    token = tl.min(tl.where(high == peak, best, SIZE), 0).to(tl.int64)
+    temperature = tl.load(row_params).to(tl.float32)
+    if (temperature > 0.0) & (tl.max(broken, 0) == 0) & (peak > float("-inf")):
         lowest = tl.full((), 0, tl.uint32)
-        top_k = tl.load(params + num_rows).to(tl.int32)
+        top_k = tl.load(row_params + num_rows).to(tl.int32)
         if (top_k > 0) & (top_k < SIZE):
             lowest = kth_key(x, top_k, SIZE, BLOCK)
         floor = tl.full((), 0.0, tl.float32)
-        top_p = tl.load(params + 2 * num_rows)
+        top_p = tl.load(row_params + 2 * num_rows)
         if top_p < 1.0:
             total = total_weight(x, peak, temperature, lowest, 0.0, SIZE, BITS, BLOCK)
             wanted = top_p * total.to(tl.float64)
             floor = nucleus(x, peak, temperature, lowest, wanted, SIZE, BITS, BLOCK)
-        floor = tl.maximum(floor, tl.load(params + 3 * num_rows).to(tl.float32))
+        floor = tl.maximum(floor, tl.load(row_params + 3 * num_rows).to(tl.float32))
         total = total_weight(x, peak, temperature, lowest, floor, SIZE, BITS, BLOCK)
-        uniform = tl.load(params + 4 * num_rows)
+        uniform = tl.load(row_params + 4 * num_rows)
         point = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
         token = draw(x, peak, temperature, lowest, floor, point, SIZE, BITS, BLOCK)
     tl.store(out + row, token)
@@ -93,13 +93,13 @@ def kth_key(x, k, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     for step in range(8):
         shift = 28 - 4 * step
         candidates = found + (digits << shift).to(tl.uint32, bitcast=True)
-        counts = tl.zeros([16], tl.int32)
+        counts = tl.zeros([BLOCK, 16], tl.int32)
         for start in range(0, SIZE, BLOCK):
             at = start + tl.arange(0, BLOCK)
             value = tl.load(x + at, mask=at < SIZE, other=float("-inf")).to(tl.float32)
             reaches = (order_key(value)[:, None] >= candidates[None, :]) & (at < SIZE)[:, None]
-            counts += tl.sum(reaches.to(tl.int32), 0)
-        digit = tl.max(tl.where(counts >= k, digits, 0), 0)
+            counts += reaches.to(tl.int32)
+        digit = tl.max(tl.where(tl.sum(counts, 0) >= k, digits, 0), 0)
         found += (digit << shift).to(tl.uint32, bitcast=True)
     return found
 
@@ -113,13 +113,13 @@ def nucleus(x, peak, temperature, lowest, wanted, SIZE: tl.constexpr, BITS: tl.c
         shift = 28 - 4 * step
         # Weights are below 2**37, whose bits fit 31: higher digits of the first four reach nothing.
         candidates = found + (tl.where((step == 0) & (digits > 7), 7, digits) << shift)
-        sums = tl.zeros([16], tl.int64)
+        sums = tl.zeros([BLOCK, 16], tl.int64)
         for start in range(0, SIZE, BLOCK):
             at = start + tl.arange(0, BLOCK)
             weight = load_weights(x, at, peak, temperature, lowest, 0.0, SIZE, BITS)
             reaches = weight.to(tl.int32, bitcast=True)[:, None] >= candidates[None, :]
-            sums += tl.sum(tl.where(reaches, weight.to(tl.int64)[:, None], 0), 0)
-        digit = tl.max(tl.where(sums.to(tl.float64) >= wanted, digits, 0), 0)
+            sums += tl.where(reaches, weight.to(tl.int64)[:, None], 0)
+        digit = tl.max(tl.where(tl.sum(sums, 0).to(tl.float64) >= wanted, digits, 0), 0)
         found += digit << shift
     return found.to(tl.float32, bitcast=True)
 
@@ -127,11 +127,11 @@ def nucleus(x, peak, temperature, lowest, wanted, SIZE: tl.constexpr, BITS: tl.c
 @triton.jit
 def total_weight(x, peak, temperature, lowest, floor, SIZE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """The sum, exact."""
-    total = tl.full((), 0, tl.int64)
+    sums = tl.zeros([BLOCK], tl.int64)
     for start in range(0, SIZE, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        total += tl.sum(load_weights(x, at, peak, temperature, lowest, floor, SIZE, BITS).to(tl.int64), 0)
-    return total
+        sums += load_weights(x, at, peak, temperature, lowest, floor, SIZE, BITS).to(tl.int64)
+    return tl.sum(sums, 0)
 
 
 @triton.jit

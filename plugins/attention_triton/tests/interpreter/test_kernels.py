@@ -186,6 +186,30 @@ def test_rows_may_share_blocks_and_tables_may_be_strided() -> None:
     check(layer, store, q, b.attend(0, q, b.prepare(batch)), batch, size)
 
 
+def test_pools_may_be_larger_than_32_bits_count() -> None:
+    """Blocks whose elements lie beyond 2**31 are written and read. Only those pages are ever touched."""
+    layer, size = layer_spec(), 16
+    num_blocks = (1 << 31) // (size * layer.num_kv_heads * layer.head_dim) + 8
+    pools = [np.empty((num_blocks, size, layer.num_kv_heads, layer.head_dim), np.float16) for _ in range(2)]
+    # The interpreter copies what it is given, so the backend knows the first block only; what counts is where it starts.
+    store = [torch.from_numpy(pool[:1]) for pool in pools]
+    tables = np.array([[num_blocks - 1, 3], [num_blocks - 2, num_blocks - 5]], np.int32)
+    batch = make_batch([20, 25], [20, 25], tables, size)
+    random = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(45, heads, 16, generator=random).half() for heads in (4, 2, 2))
+    b = backend([layer], size, "float16")
+    b.bind([(store[0], store[1])])
+    plan = b.prepare(batch)
+    b.write_kv(0, k, v, plan)
+    written = [torch.from_numpy(pool) for pool in pools]
+    check(layer, (written[0], written[1]), q, b.attend(0, q, plan), batch, size)
+    cos, sin = torch.ones(45, 16), torch.zeros(45, 16)
+    b.rope_and_write_kv(0, q, 2 * k, v, cos, sin, plan)
+    slots = batch.slot_mapping[0]
+    assert torch.equal(written[0].flatten(0, 1)[slots], 2 * k)
+    assert torch.equal(written[1].flatten(0, 1)[slots], v)
+
+
 def test_long_prompts_take_several_tiles() -> None:
     """Chunks of more queries than a tile has, beside drafts and decodes."""
     scene = Scene(TRITON, [layer_spec(), layer_spec(window=20)], block_size=16, device="cpu", dtype="float32")

@@ -88,9 +88,9 @@ def test_logits_may_be_rows_of_a_wider_matrix() -> None:
 
 @pytest.mark.slow
 class TestConformance(SamplerConformance):
-    """The kit. Draws are few: each is a program, and the test above compares token for token."""
+    """The kit. Draws are few: each is a program, and the tests above compare token for token."""
 
-    num_draws = 300
+    num_draws = 60
 
     @pytest.fixture
     def make_sampler(self) -> MakeSampler:

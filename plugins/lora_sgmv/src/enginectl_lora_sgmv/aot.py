@@ -1,24 +1,16 @@
-"""Compile every kernel ahead of time, without a GPU, and say what it takes: registers, spills, shared memory.
+"""Every kernel as it is launched, to be compiled ahead of time, without a GPU: registers, spills, shared memory.
 
-`python -m enginectl_lora_sgmv.aot` prints the table of the README. It needs enginectl-attention-triton, whose tools it
-shares, and a process without TRITON_INTERPRET.
+`python -m enginectl_lora_sgmv.aot` prints the table. Not in a process with TRITON_INTERPRET set.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
-import triton
-
-from enginectl_attention_triton.aot import ITEMSIZES, POINTERS, Spec, table, usage
+from enginectl.testing.triton_kernels import ITEMSIZES, POINTERS, Spec, main
 from enginectl_lora_sgmv.kernels import expand_kernel, shrink_kernel
 from enginectl_lora_sgmv.triton_store import expand_tiles, shrink_tiles
 
-ARCHITECTURES = (80, 90, 100)
 LINEARS = {
     "qkv 8B": (4096, (4096, 1024, 1024)),
     "gate_up 8B": (4096, (14336, 14336)),
@@ -34,11 +26,11 @@ TOKENS = (32, 4096)
 NUM_SLOTS = 8
 
 
-def specs(dtypes: Sequence[str], ranks: Sequence[int] = RANKS) -> Iterator[Spec]:
-    """Both kernels for decodes and for prompts."""
+def specs(capability: int, dtypes: Sequence[str] = tuple(POINTERS)) -> Iterator[Spec]:
+    """Both kernels for decodes and for prompts, the same ones on every architecture."""
     for dtype in dtypes:
         for name, (in_size, out_sizes) in LINEARS.items():
-            for rank in ranks:
+            for rank in RANKS:
                 for num_tokens in TOKENS:
                     yield from _specs(
                         f"{name} rank {rank}, {num_tokens} tokens, {dtype}", dtype, in_size, out_sizes, rank, num_tokens
@@ -57,7 +49,7 @@ def _specs(
         f"shrink {name}",
         shrink_kernel,
         {"rows": kind, "down": kind, "ranked": "*fp32", **step},
-        ("row_stride", "split_stride"),
+        ("num_tokens", "row_stride"),
         (),
         {
             **common,
@@ -73,7 +65,7 @@ def _specs(
         f"expand {name}",
         expand_kernel,
         {"ranked": "*fp32", "up": kind, "out": kind, **step, "bounds": "*i32"},
-        ("out_stride", "split_stride"),
+        ("num_tokens", "out_stride"),
         (),
         {
             **common,
@@ -87,25 +79,5 @@ def _specs(
     )
 
 
-def main() -> None:
-    """Print the table, or with --json a list. Status 1 if a kernel takes too much."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--architectures", type=int, nargs="*", default=list(ARCHITECTURES))
-    parser.add_argument("--dtypes", nargs="*", default=list(POINTERS), choices=list(POINTERS))
-    parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS))
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    found = [usage(spec, c) for c in args.architectures for spec in specs(args.dtypes, args.ranks)]
-    if args.json:
-        print(json.dumps([asdict(one) for one in found]))
-    else:
-        print(f"triton {triton.__version__}; registers / spilled bytes a thread / shared KiB a program\n")
-        print(table(found))
-    over = [one for one in found if one.shared_bytes > one.shared_limit or one.spill_bytes]
-    for one in over:
-        print(f"too much: {one}", file=sys.stderr)
-    sys.exit(1 if over else 0)
-
-
 if __name__ == "__main__":
-    main()
+    main(specs, __doc__)

@@ -1,7 +1,7 @@
 """Segmented products in Triton: shrink (rows to ranks) and expand (ranks added to the output).
 
 Tokens are ordered by slot; a tile holds tokens of one slot. Every tile finds its slot from the segments' starts, so that
-the launch needs nothing from the device.
+the launch needs nothing from the device. `num_tokens` changes from step to step: a kernel is not compiled anew for it.
 """
 
 # Kernel arguments have Triton's types, which are not Python's.
@@ -30,15 +30,15 @@ def find_tile(starts, tile, NUM_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr):
     return slot, first, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def shrink_kernel(
     rows,
     down,
     ranked,
     tokens,
     starts,
+    num_tokens,
     row_stride,
-    split_stride,
     IN_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -68,11 +68,12 @@ def shrink_kernel(
             w = tl.load(down_at + k[:, None], mask=is_column[None, :] & is_k[:, None], other=0.0)
             total += tl.dot(x, w, input_precision="ieee")
             k += BLOCK_K * NUM_SPLITS
-        out_at = ranked + tl.program_id(2).to(tl.int64) * split_stride + at.to(tl.int64)[:, None] * WIDTH
+        place = tl.program_id(2).to(tl.int64) * num_tokens + at
+        out_at = ranked + place[:, None] * WIDTH
         tl.store(out_at + column[None, :], total, mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def expand_kernel(
     ranked,
     up,
@@ -80,8 +81,8 @@ def expand_kernel(
     tokens,
     starts,
     bounds,
+    num_tokens,
     out_stride,
-    split_stride,
     OUT_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
@@ -106,6 +107,7 @@ def expand_kernel(
         is_column = column < end
         r = tl.arange(0, BLOCK_R)
         ranked_at = ranked + at.to(tl.int64)[:, None] * WIDTH + part * RANK
+        split_stride = num_tokens.to(tl.int64) * WIDTH
         up_at = up + slot.to(tl.int64) * (OUT_SIZE * RANK) + column[None, :] * RANK
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for _ in range(0, RANK, BLOCK_R):

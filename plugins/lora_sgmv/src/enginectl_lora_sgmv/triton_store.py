@@ -102,7 +102,6 @@ class TritonStore:
         assert rows.stride(1) == out.stride(1) == 1, "elements of a row lie side by side"
         tiles = shrink_tiles(n, self._width, self._in_size, itemsize=rows.element_size())
         ranked = torch.empty(tiles.splits, n, self._width, dtype=torch.float32, device=rows.device)
-        split_stride = n * self._width
         launch: Any = shrink_kernel[
             triton.cdiv(n, tiles.rows) + self._num_slots, triton.cdiv(self._width, tiles.columns), tiles.splits
         ]
@@ -112,8 +111,8 @@ class TritonStore:
             ranked,
             step.tokens,
             step.starts,
+            n,
             rows.stride(0),
-            split_stride,
             IN_SIZE=self._in_size,
             WIDTH=self._width,
             NUM_SLOTS=self._num_slots,
@@ -122,6 +121,7 @@ class TritonStore:
             BLOCK_N=tiles.columns,
             BLOCK_K=tiles.inputs,
             num_warps=tiles.num_warps,
+            enable_fp_fusion=True,
         )
         splits, tiles = tiles.splits, expand_tiles(n, self._rank, itemsize=rows.element_size())
         launch = expand_kernel[
@@ -136,8 +136,8 @@ class TritonStore:
             step.tokens,
             step.starts,
             self._bounds,
+            n,
             out.stride(0),
-            split_stride,
             OUT_SIZE=self._out_size,
             WIDTH=self._width,
             RANK=self._rank,
@@ -147,5 +147,6 @@ class TritonStore:
             BLOCK_N=tiles.columns,
             BLOCK_R=tiles.inputs,
             num_warps=tiles.num_warps,
+            enable_fp_fusion=True,
         )
         return out
