@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,41 @@ def test_refused_by_name_with_the_reason(
     assert model_type in found
     with pytest.raises(ModelError, match=model_type):
         family.spec(checkpoint, context())
+
+
+def test_what_the_module_code_raises_comes_last(family: TransformersFamily) -> None:
+    """The error is in our words: what was asked, what was found, what is served, what to do; then what it rests on."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "intermediate_size": 48}
+    with pytest.raises(ModelError) as refused:
+        family.spec(of_type("xmod", **sizes), context())
+    words = [
+        "somewhere: SomeForCausalLM cannot be served",
+        "packed: its module code raises in a forward of two tokens; one sequence per forward: its module code raises",
+        "It serves decoders each of whose layers",
+        "docs/reference/architectures.md",
+        "or another --model-family. ValueError: Input language unknown",
+    ]
+    at = [str(refused.value).index(each) for each in words]
+    assert at == sorted(at)
+    assert str(refused.value).count("Input language unknown") == 1
+
+
+def test_a_probe_reads_no_weights(family: TransformersFamily) -> None:
+    """Also where module code looks at what is in a tensor: 132 billion parameters, of which none is there."""
+    large = {
+        "d_model": 6144,
+        "n_heads": 48,
+        "n_layers": 40,
+        "vocab_size": 100352,
+        "attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 500000.0},
+        "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    }
+    started = time.process_time()
+    spec = family.spec(of_type("dbrx", **large), context(dtype="bfloat16"))
+    assert time.process_time() - started < 10
+    assert len(spec.layers) == 40
+    assert spec.num_parameters == 131_596_523_520
+    assert (spec.layers[0].num_heads, spec.layers[0].num_kv_heads, spec.layers[0].head_dim) == (48, 8, 128)
 
 
 def test_what_runs_is_not_refused(family: TransformersFamily) -> None:

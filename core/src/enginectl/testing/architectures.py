@@ -262,6 +262,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere2_moe": _packed("cohere2_moe", "GQA", "mixed", "window", layer_types=_MIXED),
     "sarvam_moe": _packed("sarvam_moe", "GQA"),
     "hy_v3": _packed("hy_v3", "GQA"),
+    "jetmoe": _packed("jetmoe"),
+    "dbrx": _packed(
+        "dbrx",
+        "GQA",
+        without="hidden_size",  # not passed on to its experts
+        d_model=48,
+        n_heads=6,
+        attn_config={"rope_theta": 10000.0, "clip_qkv": 4.0, "kv_n_heads": 2},
+        ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    ),
     # -- latent attention
     "minicpm3": _packed("minicpm3", "narrow values", dim_model_base=24, **_LATENT),
     "deepseek_v2": _packed("deepseek_v2", "narrow values", topk_method="greedy", **_LATENT),
@@ -269,6 +279,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4_moe_lite": _packed("glm4_moe_lite", "narrow values", **_LATENT),
     "youtu": _packed("youtu", "narrow values", embedding_initializer_range=0.2, without="head_dim", **_LATENT),
     "sarvam_mla": _packed("sarvam_mla", "narrow values", **_LATENT),
+    "longcat_flash": _packed("longcat_flash", "narrow values", num_layers=2, zero_expert_num=2, moe_topk=2, **_LATENT),
     # -- layers that share keys and values
     "gemma3n": _packed(
         "gemma3n_text",
@@ -359,13 +370,7 @@ FAST = (
 """Those that `make test` checks."""
 
 REFUSALS: dict[str, Refusal] = {
-    "jetmoe": Refusal(model_type="jetmoe", reason="no data", values={"num_hidden_layers": 2, "kv_channels": 16}),
-    "dbrx": Refusal(
-        model_type="dbrx",
-        reason="nonzero",
-        values={"n_layers": 2, "attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
-    ),
-    "longcat_flash": Refusal(model_type="longcat_flash", reason="nonzero", values={"num_layers": 1}),
+    "openai-gpt": Refusal(model_type="openai-gpt", reason="only 0 of its 12 layers call the attention interface"),
     **{
         name: Refusal(model_type=name, reason="state of its own")
         for name in (

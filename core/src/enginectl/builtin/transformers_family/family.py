@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from enginectl.builtin.transformers_family import bridge, probe
-from enginectl.builtin.transformers_family.loading import config_object, freeze_rotary, load_module, meta_module
+from enginectl.builtin.transformers_family.loading import config_object, freeze_rotary, load_module, weightless_module
 from enginectl.builtin.transformers_family.model import PackedModel, TransformersModel
 from enginectl.builtin.transformers_family.probe import Probe
 from enginectl.builtin.transformers_family.refusals import WHOLE_PROMPTS, exact_limit, refusal
@@ -16,6 +18,7 @@ from enginectl.builtin.transformers_family.self_check import self_check
 from enginectl.builtin.transformers_family.sequence_model import SequenceModel
 from enginectl.builtin.transformers_family.state_model import StateModel
 from enginectl.builtin.transformers_family.states import PLACES, carries_state
+from enginectl.builtin.transformers_family.weightless import OnlySmall
 from enginectl.context import BuildContext
 from enginectl.errors import ModelError
 from enginectl.interfaces.model import ModelFamily, ModelSpec
@@ -40,7 +43,7 @@ class TransformersFamily(ModelFamily):
         return refusal(checkpoint.config)
 
     def spec(self, checkpoint: Checkpoint, ctx: BuildContext) -> ModelSpec:
-        """Probes the model on the meta device: exact shapes and windows, no weights, a fraction of a second."""
+        """Probes the model without its weights: exact shapes and windows, in a fraction of a second."""
         return self._look_ahead(checkpoint, ctx)[1]
 
     def load(self, checkpoint: Checkpoint, ctx: BuildContext) -> TransformersModel:
@@ -48,14 +51,14 @@ class TransformersFamily(ModelFamily):
         routes, expected = self._look_ahead(checkpoint, ctx)
         module = load_module(checkpoint, dtype_named(ctx.dtype), ctx.device, routes[0].probing)
         freeze_rotary(module, expected.max_model_len)
-        reasons = []
+        failed: dict[str, ModelError] = {}
         for route in routes:
             try:
                 return self._serve(route, module, checkpoint, ctx, expected)
             except ModelError as error:
-                reasons.append(f"{route.route}: {error}")
-                logger.info("%s: not %s", expected.architecture, reasons[-1])
-        raise ModelError(f"{checkpoint.path}: {architecture(checkpoint)} cannot be served ({'; '.join(reasons)})")
+                failed[route.route] = error
+                logger.info("%s: not %s: %s", expected.architecture, route.route, error)
+        raise unserved(checkpoint, failed)
 
     def _look_ahead(
         self, checkpoint: Checkpoint, ctx: BuildContext
@@ -64,17 +67,19 @@ class TransformersFamily(ModelFamily):
         if (reason := self.refuses(checkpoint)) is not None:
             raise ModelError(f"{checkpoint.path}: {reason}")
         routes = (StateModel,) if carries_state(config_object(checkpoint)) else ROUTES
-        reasons, dtype = [], dtype_named(ctx.dtype)
+        failed: dict[str, ModelError] = {}
+        dtype = dtype_named(ctx.dtype)
         for number, route in enumerate(routes):
             try:
-                module = meta_module(checkpoint, dtype, route.probing)
-                found = route.examine(module, device="meta")
-            except Exception as error:
-                what = error if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-                reasons.append(f"{route.route}: {what}")
+                with module_code():
+                    module = weightless_module(checkpoint, dtype, route.probing)
+                    with OnlySmall():  # type: ignore[no-untyped-call]
+                        found = route.examine(module, device="cpu")
+            except ModelError as error:
+                failed[route.route] = error
             else:
                 return routes[number:], spec_of(checkpoint, ctx, module, found)
-        raise ModelError(f"{checkpoint.path}: {architecture(checkpoint)} cannot be served ({'; '.join(reasons)})")
+        raise unserved(checkpoint, failed)
 
     def _serve(
         self,
@@ -87,7 +92,8 @@ class TransformersFamily(ModelFamily):
         """The model by one route: probed with the weights in place, compared with `spec`, and checked."""
         if module.config._attn_implementation != (wanted := route.probing(module)):
             module.set_attn_implementation(wanted)
-        found = route.examine(module, device=ctx.device)
+        with module_code():
+            found = route.examine(module, device=ctx.device)
         spec = spec_of(checkpoint, ctx, module, found)
         check_agreement(checkpoint, expected, spec)
         model = route(module, spec, found)
@@ -112,6 +118,30 @@ def dtype_named(name: str) -> torch.dtype:
         raise ModelError(f"model family 'transformers' cannot compute in {name!r}; use float32, bfloat16 or float16")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+@contextmanager
+def module_code() -> Iterator[None]:
+    """What the library's module code raises in a forward of two tokens becomes a ModelError."""
+    try:
+        yield
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ModelError("its module code raises in a forward of two tokens") from error
+
+
+def unserved(checkpoint: Checkpoint, failed: dict[str, ModelError]) -> ModelError:
+    """What to say of a model that no route can serve. failed: why not, by route; a cause that is not ours comes last."""
+    reasons = "; ".join(f"{route}: {error}" for route, error in failed.items())
+    causes = [error.__cause__ for error in failed.values() if error.__cause__ is not None]
+    said = dict.fromkeys(" ".join([f"{type(cause).__name__}:", *str(cause).split()]) for cause in causes)
+    return ModelError(
+        f"{checkpoint.path}: {architecture(checkpoint)} cannot be served by model family 'transformers' ({reasons}). It "
+        "serves decoders each of whose layers calls the library's attention interface, or keeps what it remembers in the "
+        "library's cache; docs/reference/architectures.md lists those that were checked. Take one of them, or another "
+        "--model-family" + "".join(f". {each}" for each in said)
+    )
 
 
 def architecture(checkpoint: Checkpoint) -> str:

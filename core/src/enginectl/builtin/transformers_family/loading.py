@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as library_logging
 
+from enginectl.builtin.transformers_family.weightless import fill
 from enginectl.errors import ModelError
 from enginectl.interfaces.weights import Checkpoint
 
@@ -36,16 +37,14 @@ def plain_floats(value: Any) -> Any:
     return [plain_floats(each) for each in value] if isinstance(value, list) else value
 
 
-def meta_module(checkpoint: Checkpoint, dtype: torch.dtype, implementation: Callable[[Any], str]) -> Any:
-    """The model without weights: shapes only, for the probe. implementation: of attention, for a model class."""
+def weightless_module(checkpoint: Checkpoint, dtype: torch.dtype, implementation: Callable[[Any], str]) -> Any:
+    """The model before a weight is read, for the probe. implementation: of attention, for a model class."""
     config = config_object(checkpoint)
-    # The other expert kernels read how many tokens each expert has, and there is no data to read.
-    config._experts_implementation = "batched_mm"
+    config._experts_implementation = "eager"  # reads the experts of a few tokens, where the others copy many
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
         module = cls._from_config(config, attn_implementation=implementation(cls), dtype=dtype)
-    for part in following_rotary(module):  # there are no positions to read
-        stop_following(part)
+    fill(module)
     return module.eval()
 
 

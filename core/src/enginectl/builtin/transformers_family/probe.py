@@ -2,7 +2,7 @@
 
 Configurations name windows, chunks and head sizes in many ways, and some models use none of them. The truth is what
 arrives at the attention function: the shapes, the scale, the soft cap, and the mask function the model asked for.
-The same forward on the meta device tells it without a weight.
+The same forward tells it before a weight is read, by a model whose parameters take no memory.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ class Mask:
     visible: Callable[..., Any]
     local_size: int | None
 
-    def sees(self, query: int, key: int) -> bool | None:
-        """Whether the query at one position sees the key at another; None if that depends on data there is not."""
-        try:
-            return bool(self.visible(0, 0, torch.tensor(query), torch.tensor(key)))
-        except NotImplementedError:  # torch, asked for the contents of a tensor on the meta device
-            return None
+    def sees(self, query: int, key: int) -> bool:
+        """Whether the query at one position sees the key at another."""
+        return bool(self.visible(0, 0, torch.tensor(query), torch.tensor(key)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +110,7 @@ def reach(mask: Any) -> tuple[int | None, int | None]:
     if size is None:
         expect(mask, (FAR, 0, True), (5, 5, True), (5, 6, False))
         return None, None
-    edge = mask.sees(size, size - 1)
-    # Only a chunk's mask depends on the batch, by its padding, which has no data on the meta device.
-    if edge is None or (not edge and size > 1):
+    if size > 1 and not mask.sees(size, size - 1):
         expect(mask, (2 * size - 1, size, True), (2 * size, 2 * size - 1, False), (2 * size, 2 * size + 1, False))
         return None, size
     expect(mask, (FAR, FAR - size + 1, True), (FAR, FAR - size, False), (5, 5, True), (5, 6, False))
@@ -125,7 +120,7 @@ def reach(mask: Any) -> tuple[int | None, int | None]:
 def expect(mask: Mask, *pairs: tuple[int, int, bool]) -> None:
     """Raise ModelError if the mask shows one of (query, key) otherwise than said."""
     for query, key, expected in pairs:
-        if mask.sees(query, key) is (not expected):
+        if mask.sees(query, key) is not expected:
             what = "shows" if not expected else "hides"
             raise ModelError(f"its attention mask {what} key {key} to query {query}, which is no causal mask we know")
 
@@ -137,14 +132,8 @@ def register() -> None:
 
 
 def probe(model: Any, *, device: str) -> Probe:
-    """Run two tokens through a model that is set to `NAME`; device "meta" needs no weights.
-
-    Raises ModelError if a layer's attention does not arrive.
-    """
-    inputs = probe_inputs(device) | {"use_cache": False}
-    if device == "meta":  # positions have no data there, so a padding mask says that they are one sequence
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    log = run(model, inputs)
+    """Run two tokens through a model that is set to `NAME`. Raises ModelError if a layer's attention does not arrive."""
+    log = run(model, probe_inputs(device) | {"use_cache": False})
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     check_count(len(log.layers), max(1, num_layers))
     return Probe(tuple(log.layers), tuple(log.callers))
