@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import textwrap
+import tomllib
 import zlib
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from enginectl import plugins as plugins_module
+from enginectl.config_aliases import PACKAGES
 from enginectl.context import Machine
 from enginectl.errors import ConfigError, PluginError, UnsupportedError
 from enginectl.plugins import PluginHost
@@ -82,6 +86,28 @@ def test_an_unknown_name_is_an_error_with_the_nearest() -> None:
         PluginHost(["tokenisers"])
     with pytest.raises(PluginError, match="no kv allocator named 'pagde'; did you mean 'paged'"):
         PluginHost().entry(Role.KV_ALLOCATOR, "pagde")
+
+
+def test_one_of_ours_that_is_not_installed_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--attention flashinfer` without the plugin said to install "the package that brings it"."""
+    rest = [point for point in entry_points(group="enginectl") if point.name != "flashinfer"]
+    monkeypatch.setattr(plugins_module, "entry_points", lambda group: rest)
+    command = "pip install enginectl-attention-flashinfer"
+    with pytest.raises(PluginError, match=f"no plugin named 'flashinfer'; .*{command}"):
+        PluginHost(["flashinfer"])
+    for role in (Role.ATTENTION, Role.OP_SET):
+        with pytest.raises(PluginError, match=f"named 'flashinfer'; .*{command}"):
+            PluginHost().entry(role, "flashinfer")
+
+
+def test_the_packages_that_are_named_are_all_we_publish() -> None:
+    """Each under the name of its plugin."""
+    folders = (Path(__file__).resolve().parents[2] / "plugins").glob("*/pyproject.toml")
+    found = {}
+    for path in folders:
+        project = tomllib.loads(path.read_text())["project"]
+        found |= dict.fromkeys(project["entry-points"]["enginectl"], project["name"])
+    assert found == PACKAGES
 
 
 BROKEN = {

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from enginectl.plugins import PluginHost
 
 PACKAGES = {
+    "cpu": "enginectl-attention-cpu",
     "triton": "enginectl-attention-triton",
     "flashinfer": "enginectl-attention-flashinfer",
     "ngram": "enginectl-spec-ngram",
@@ -133,7 +134,7 @@ def plugin_name(given: str, installed: Iterable[str], where: str) -> str:
 
 
 def install_hint(plugin: str) -> str:
-    """How to get a plugin: the command, if we publish it."""
+    """How to get a plugin, or the provider of its name: the command, if we publish it."""
     package = next((dist for name, dist in PACKAGES.items() if canonical(name) == canonical(plugin)), None)
     return f"pip install {package}" if package else "Install the package that brings it, or see `enginectl plugins`"
 

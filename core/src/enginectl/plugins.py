@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pluggy
 
+from enginectl.config_aliases import install_hint
 from enginectl.context import Machine
 from enginectl.errors import ConfigError, PluginError, UnsupportedError, nearest, unknown
 from enginectl.hookspecs import HookSpecs
@@ -90,8 +91,7 @@ class PluginHost:
         names = [point.name for point in found]
         for name in self.named:
             if name not in names:
-                hint = "Install the package that brings it, or see `enginectl plugins`."
-                raise PluginError(unknown("plugin", name, names, hint=hint))
+                raise PluginError(unknown("plugin", name, names, hint=f"{install_hint(name)}."))
         for point in found:
             distribution = point.dist.name if point.dist else "unknown"
             if only_named and distribution != CORE_DISTRIBUTION and point.name not in self.named:
@@ -204,8 +204,8 @@ class PluginHost:
         """The provider of that name. Raises PluginError for an unknown one, with the nearest name."""
         entries = self.catalogue[role]
         if name not in entries:
-            hint = "Install the package that brings it, or see `enginectl plugins`."
-            raise PluginError(unknown(role.value.replace("_", " "), name, entries, hint=hint))
+            what = role.value.replace("_", " ")
+            raise PluginError(unknown(what, name, entries, hint=f"{install_hint(name)}."))
         return entries[name]
 
     def select(self, role: Role, machine: Machine, wanted: str | None = None, *, phase: str | None = None) -> Selection:
