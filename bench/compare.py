@@ -43,6 +43,36 @@ AWAKE_S = 1.0
 """How long an engine that was stopped may need until it runs as fast as it can."""
 
 
+_GUARD = """
+import contextlib, os, signal, sys
+for group in [int(line) for line in sys.stdin]:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+"""
+"""Reads numbers of process groups until whoever writes them is gone."""
+
+
+class Guard:
+    """A process that ends the workers if this one is killed: what is stopped would stay so for ever, with its memory."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def watch(self, process: subprocess.Popen[str]) -> None:
+        """From now on. The process leads a group of its own."""
+        assert self._process.stdin is not None, "opened with a pipe"
+        print(process.pid, file=self._process.stdin, flush=True)
+
+    def dismiss(self) -> None:
+        """The workers are gone."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None, "opened with a pipe"
+        self._process.stdin.close()
+
+
 @dataclass
 class Worker:
     """An engine in a session of its own, stopped while others are measured."""
@@ -54,7 +84,9 @@ class Worker:
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, name: str, python: str, script: str, model: str, threads: int, *options: str) -> Worker:
+    def start(
+        cls, name: str, python: str, script: str, model: str, threads: int, *options: str, guard: Guard
+    ) -> Worker:
         """Load the engine and wait until it is ready."""
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         logs = os.environ.get("BENCH_LOGS")
@@ -70,6 +102,7 @@ class Worker:
             )
         worker = cls(name, process)
         try:
+            guard.watch(process)
             worker.ready_s = worker._read()["ready_s"]
         except BaseException:
             worker.kill()
@@ -156,15 +189,17 @@ def wanted_workers(args: argparse.Namespace) -> list[tuple[str, ...]]:
 @contextlib.contextmanager
 def running(wanted: Sequence[tuple[str, ...]], threads: int) -> Iterator[list[Worker]]:
     """Start them, one after another. However it ends, their processes end with it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    workers: list[Worker] = []
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    guard, workers = Guard(), list[Worker]()
     try:
         for name, python, script, model, *options in wanted:
-            workers.append(Worker.start(name, python, script, model, threads, *options))
+            workers.append(Worker.start(name, python, script, model, threads, *options, guard=guard))
         yield workers
     finally:
         for worker in workers:
             worker.kill()
+        guard.dismiss()
 
 
 def main() -> None:

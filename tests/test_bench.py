@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import subprocess
 import sys
+import time
 import xml.dom.minidom
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
@@ -40,6 +44,46 @@ def test_the_plot_is_xml_with_a_bar_for_each_engine() -> None:
     document = xml.dom.minidom.parseString(text)
     assert len(document.getElementsByTagName("rect")) == 1 + 2 + 2  # the ground, the key, the bars
     assert "roofline 10" in text
+
+
+FAKE_PEER = """
+import json, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(json.dumps({"ready_s": child.pid}), flush=True)
+time.sleep(600)
+"""
+HELD = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import compare
+with compare.running([("peer", sys.executable, sys.argv[2], "model")], threads=1) as workers:
+    print(workers[0].process.pid, workers[0].ready_s, flush=True)
+    time.sleep(600)
+"""
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_peers_that_are_stopped_end_with_the_benchmark(number: signal.Signals, tmp_path: Path) -> None:
+    """Killed, it left them stopped for ever, with the memory of a model each; those that they had started, too."""
+    script = tmp_path / "peer.py"
+    script.write_text(FAKE_PEER)
+    command = [sys.executable, "-c", HELD, str(BENCH), str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as bench:
+        try:
+            assert bench.stdout is not None
+            peers = [psutil.Process(int(word)) for word in bench.stdout.readline().split()]
+            assert len(peers) == 2
+            until(lambda: all(peer.status() == psutil.STATUS_STOPPED for peer in peers))
+        finally:
+            bench.send_signal(number)
+    until(lambda: all(not peer.is_running() or peer.status() == psutil.STATUS_ZOMBIE for peer in peers))
 
 
 def test_make_bench_runs_scripts_that_exist() -> None:

@@ -40,7 +40,10 @@ def taken() -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory with something that looks like a model, on a machine whose size is known."""
-    (tmp_path / "model").mkdir()
+    for name in ("model", "docs"):
+        (tmp_path / name).mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).touch()
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("ENGINECTL_")]:
         monkeypatch.delenv(name)

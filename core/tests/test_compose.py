@@ -316,6 +316,23 @@ def test_on_a_machine_with_a_gpu_the_cpu_can_be_asked_for(attention: str | None,
         assembled.close()
 
 
+def test_who_was_not_asked_for_is_told_with_the_reason(tiny_llama: Path) -> None:
+    """/server_info did not say why an installed speculator does nothing."""
+    host = PluginHost(only_named=True)
+
+    class Drafts:
+        @hookimpl
+        def enginectl_speculator(self) -> Provider:
+            return Provider(Role.SPECULATOR, "drafts", "nowhere:build")
+
+    host.register(Drafts(), Plugin("drafts", "test", "1", "test"))
+    config = EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32", max_num_seqs=2, only_plugins=True)
+    assembled = compose(config, machine=MACHINE, host=host)
+    assembled.close()
+    reason = "not asked for: --speculative-config or its plugin by name turns it on"
+    assert ("speculator", "drafts", reason) in assembled.info.skipped
+
+
 def test_a_gpu_that_torch_cannot_use_is_an_error_before_a_weight_is_loaded(tiny_llama: Path) -> None:
     """Here torch's CPU build meets a machine with a GPU."""
     import torch

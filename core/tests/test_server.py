@@ -457,7 +457,8 @@ async def test_tokenising_a_long_prompt_does_not_stall_the_loop() -> None:
 # Starting and stopping
 
 
-async def test_running_requests_finish_while_the_server_drains() -> None:
+async def test_running_requests_finish_while_the_server_drains(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "enginectl.server")
     client = FakeClient(say("slow answer"))
     client.gate = asyncio.Event()
     server = ServerConfig(port=0, drain_timeout_s=5)
@@ -475,15 +476,18 @@ async def test_running_requests_finish_while_the_server_drains() -> None:
         assert (await http.get(f"{url}/health")).status_code == 503
         refused = await http.post(f"{url}/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        await until(lambda: "draining: running requests may take 5 s more" in caplog.text)
         client.gate.set()
         assert (await call).json()["choices"][0]["text"] == "slow answer"
     await task
 
 
-async def test_a_signal_drains_and_returns() -> None:
+async def test_a_signal_drains_and_returns(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a word of running requests when there are none."""
     import os
     import signal
 
+    caplog.set_level("INFO", "enginectl.server")
     client = FakeClient()
     server = ServerConfig(port=0)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -494,6 +498,7 @@ async def test_a_signal_drains_and_returns() -> None:
     async with asyncio.timeout(10):
         await task
     assert client.state == "draining"
+    assert "draining" not in caplog.text
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from enginectl.config_checks import model_path
 from enginectl.context import BuildContext, Machine
 from enginectl.errors import ConfigError, ModelError, PluginError
 from enginectl.interfaces.model import ModelFamily, ModelSpec
-from enginectl.interfaces.weights import Checkpoint
+from enginectl.interfaces.weights import Checkpoint, WeightsSource
 from enginectl.negotiate import check_capabilities, check_state
 from enginectl.plugins import Entry, PluginHost, unsupported_reason
 from enginectl.provider import OPTIONAL_ROLES, Role
@@ -95,6 +96,8 @@ class Chooser:
     def _pick_optional(self, role: Role, asked: bool | None, flag: str) -> Entry | None:
         """asked: True means it must be there, False that it must not, None that it may."""
         if asked is False:
+            why = f"not asked for: {flag} or its plugin by name turns it on"
+            self.skipped += [(role.value, name, why) for name in self.host.catalogue[role]]
             return None
         entry = self._pick(role)
         if entry is None and asked:
@@ -159,18 +162,25 @@ class Chooser:
                 raise ModelError(f"{str(path)!r} is not in the format that {type(given).__name__} reads")
             read: Checkpoint = given.open(path)
             return read
+        entry, source = self.find_source(path)
+        self._record(Role.WEIGHTS, entry)
+        self.progress(f"opening {path.name}")
+        return source.open(path)
+
+    def find_source(self, path: Path) -> tuple[Entry, WeightsSource]:
+        """Who reads what is there. Raises ModelError if nobody does."""
         wanted = self.config.roles.get(Role.WEIGHTS.value)
         usable = [self.host.entry(Role.WEIGHTS, wanted)] if wanted else self._serving(Role.WEIGHTS)
         ctx = BuildContext(self.config, self.machine)
         for entry in usable:
-            source = entry.provider.build(self._with_options(ctx, entry))
+            source: WeightsSource = entry.provider.build(self._with_options(ctx, entry))
             if source.matches(path):
-                self._record(Role.WEIGHTS, entry)
-                self.progress(f"opening {path.name}")
-                opened: Checkpoint = source.open(path)
-                return opened
+                return entry, source
         names = ", ".join(entry.provider.name for entry in usable)
-        raise ModelError(f"{str(path)!r} is in no format that an installed weights source reads ({names})")
+        raise ModelError(
+            f"{str(path)!r} is no model that an installed weights source reads ({names}); give a directory with config.json "
+            "and *.safetensors, or a .gguf file"
+        )
 
     def _family(self, ctx: BuildContext, checkpoint: Checkpoint) -> ModelFamily:
         kind = checkpoint.config.get("model_type", "unknown")

@@ -223,7 +223,8 @@ class Composer(Chooser):
         parts["logits_processor"] = list(self._build_all(Role.LOGITS_PROCESSOR, ctx).values())
         parts["sampler"] = self._build(Role.SAMPLER, ctx)
         backends = self._build_all(Role.GRAMMAR, ctx)
-        grammars = GrammarHost(backends) if backends else None
+        num_threads = config.num_threads or self.machine.num_cores
+        grammars = GrammarHost(backends, num_threads=num_threads) if backends else None
         self._check_hidden(parts["speculator"], ctx.model)
         executor: Executor = self._build(Role.EXECUTOR, ctx)
         if config.overlap_depth and not executor.is_asynchronous:

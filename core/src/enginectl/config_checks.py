@@ -142,9 +142,13 @@ def model_path(model: str) -> Path:
 def check_adapter_paths(config: EngineConfig) -> None:
     """Raise ConfigError for an adapter that is not where it is said to be."""
     for name, path in config.lora_modules.items():
-        if not Path(path).expanduser().exists():
+        place = Path(path).expanduser()
+        if not (place / "adapter_config.json").is_file():
+            found = (
+                "no adapter_config.json in" if place.is_dir() else "no directory" if place.exists() else "nothing at"
+            )
             raise ConfigError(
-                f"--lora-modules {name}={path}: nothing at {path!r}; give the directory with adapter_config.json"
+                f"--lora-modules {name}={path}: {found} {path!r}; give the directory with adapter_config.json"
             )
 
 

@@ -40,6 +40,7 @@ OPENAPI_PATH = "/openapi.json"
 
 _FLUSH_S = 5
 _KEEP_ALIVE_S = 75
+_TICK_S = 0.1
 _BACKLOG = 2048
 
 
@@ -283,10 +284,13 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _drain(self) -> None:
-        logger.info("draining: running requests may take %g s more", self._drain_timeout_s)
+        """Silent when nothing runs."""
         drain = asyncio.ensure_future(self._client.drain(self._drain_timeout_s))
+        await asyncio.wait({drain}, timeout=_TICK_S)
+        if not drain.done():
+            logger.info("draining: running requests may take %g s more", self._drain_timeout_s)
         while not drain.done() and not self.force_exit:
-            await asyncio.wait({drain}, timeout=0.1)
+            await asyncio.wait({drain}, timeout=_TICK_S)
         if not drain.done():
             drain.cancel()
         for result in await asyncio.gather(drain, return_exceptions=True):

@@ -204,6 +204,12 @@ class TestPrompts:
         assert prompt.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})
         assert prompt.token_ids(cast(Any, Letters())) == [ord(letter) for letter in "s:be brief\nu:hi\n"]
 
+    def test_an_empty_standard_input_is_no_prompt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It was called an empty prompt, which nobody had given."""
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+        with pytest.raises(UsageError, match="standard input is empty; give them after MODEL"):
+            read_prompts([], None)
+
     @pytest.mark.parametrize("texts", [[""], ["a", ""]])
     def test_an_empty_prompt_is_refused(self, texts: list[str]) -> None:
         with pytest.raises(UsageError, match="a prompt is empty"):

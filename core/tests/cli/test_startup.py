@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from enginectl.cli.startup import check_start
+from enginectl.cli.startup import check_start, launch_engine
 from enginectl.config import EngineConfig, ServerConfig
 from enginectl.config_sources import Resolved
 from enginectl.context import Gpu, Machine
-from enginectl.errors import PluginError
+from enginectl.engine.supervisor import EngineProcess
+from enginectl.errors import PluginError, UsageError
+from enginectl.hookspecs import hookimpl
 from enginectl.logs import LogConfig
+from enginectl.plugins import Plugin, PluginHost
+from enginectl.provider import Provider, Role
 
 GPU = Gpu("Test GPU", (9, 0), 80 << 30)
 ON_GPU = Machine(num_cores=1, memory_bytes=1 << 33, cpu_flags=frozenset(), gpus=(GPU,), versions={"triton": "3.9.0"})
+
+
+def looks_like_a_model(path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (path / name).touch()
 
 
 @pytest.mark.parametrize("part", ["attention", "op_set", "sampler"])
@@ -23,7 +33,7 @@ def test_a_gpus_part_is_refused_on_the_cpu_that_was_asked_for(
 ) -> None:
     """The check asked what the machine has, not what --device says, so that the engine process failed later."""
     monkeypatch.setattr("enginectl.machine.detect_machine", lambda: ON_GPU)
-    (tmp_path / "config.json").write_text("{}")
+    looks_like_a_model(tmp_path)
 
     def start(device: str) -> None:
         engine = EngineConfig(model=str(tmp_path), device=device, roles={part: "triton"})
@@ -32,3 +42,43 @@ def test_a_gpus_part_is_refused_on_the_cpu_that_was_asked_for(
     start("auto")
     with pytest.raises(PluginError, match=r"'triton'.*needs cuda, this machine has cpu"):
         start("cpu")
+
+
+class Parsers:
+    """A parser that needs what is not there, and one that serves."""
+
+    @hookimpl
+    def enginectl_parser(self) -> list[Provider]:
+        lacks = Provider(Role.PARSER, "lacks", "nowhere:build", unsupported=lambda machine: "no grammar of its own")
+        return [lacks, Provider(Role.PARSER, "serves", "nowhere:build")]
+
+
+class Served(EngineProcess):
+    """An engine that must not be started."""
+
+    async def start(self) -> None:
+        raise AssertionError("the engine was started")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tool_call_parser": "lacks"}, r"parser 'lacks' of plugin .* cannot serve here: no grammar of its own"),
+        ({"reasoning_parser": "lacks"}, r"parser 'lacks' of plugin .* cannot serve here"),
+        ({"tool_call_parser": "serves"}, r"--tool-call-parser serves: the frontend 'openai' does not turn"),
+        ({"reasoning_parser": "serves"}, r"--reasoning-parser serves: the frontend 'openai' does not turn"),
+    ],
+)
+async def test_a_parser_that_is_installed_and_of_no_use_is_refused_before_the_engine_starts(
+    options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said after the weights had been loaded."""
+    looks_like_a_model(tmp_path)
+    host = PluginHost(only_named=True)
+    host.register(Parsers(), Plugin("parsers", "test", "1", "test"))
+    monkeypatch.setattr("enginectl.cli.startup.check_plugins", lambda config: host)
+    monkeypatch.setattr("enginectl.engine.supervisor.EngineProcess", Served)
+    engine = EngineConfig(model=str(tmp_path), device="cpu", only_plugins=True)
+    resolved = Resolved(engine, ServerConfig(**options), LogConfig(), {})
+    with pytest.raises(UsageError, match=words):
+        await launch_engine(resolved, check_start(resolved), with_frontends=True)

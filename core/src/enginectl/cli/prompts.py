@@ -51,7 +51,7 @@ def read_prompts(
     elif texts:
         prompts = [Prompt(text=text) for text in texts]
     elif not sys.stdin.isatty():
-        prompts = [Prompt(text=sys.stdin.read().removesuffix("\n"))]
+        prompts = [Prompt(text=_from_stdin())]
     else:
         raise UsageError("no prompts: give them after MODEL, by --input FILE, or on standard input")
     if not prompts:
@@ -61,6 +61,15 @@ def read_prompts(
     if any(prompt.text == "" for prompt in prompts):
         raise UsageError("a prompt is empty; there is nothing to complete")
     return prompts
+
+
+def _from_stdin() -> str:
+    text = sys.stdin.read().removesuffix("\n")
+    if not text:
+        raise UsageError(
+            "no prompts: standard input is empty; give them after MODEL, by --input FILE, or write one there"
+        )
+    return text
 
 
 def parse_lines(lines: Iterable[str], where: str) -> Iterator[Prompt]:

@@ -41,11 +41,10 @@ async def serve(resolved: Resolved, host: PluginHost, sock: socket.socket) -> No
     sock: listens already, so that a taken port is found before a model is loaded.
     """
     from enginectl.cli.startup import launch_engine, log_assembly
-    from enginectl.provider import Role
     from enginectl.server import build_app, run_server
 
     with sock:
-        started = await launch_engine(resolved, host)
+        started = await launch_engine(resolved, host, with_frontends=True)
         try:
             log_assembly(started)
             app = build_app(
@@ -53,7 +52,7 @@ async def serve(resolved: Resolved, host: PluginHost, sock: socket.socket) -> No
                 started.api.tokenizer,
                 started.client.config,
                 resolved.server,
-                list(started.api.all_of(Role.FRONTEND).values()),
+                started.frontends,
                 started.observers,
                 server_info(started),
             )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from enginectl.engine.client import EngineInfo
     from enginectl.engine.supervisor import EngineProcess
     from enginectl.interfaces.detokenizer import Detokenizer
+    from enginectl.interfaces.frontend import Frontend
     from enginectl.interfaces.observer import Observer
     from enginectl.plugins import PluginHost
 
@@ -32,13 +33,16 @@ COLUMNS = ("role", "provider", "plugin", "distribution", "version")
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An engine that serves, and the parts on this side of it. The owner closes the client."""
+    """An engine that serves, and the parts on this side of it. The owner closes the client. frontends: to be mounted, if
+    they were asked for.
+    """
 
     client: EngineProcess
     api: ApiSide
     host: PluginHost
     machine: Machine
     observers: tuple[Observer, ...]
+    frontends: tuple[Frontend, ...] = ()
 
     @property
     def table(self) -> list[dict[str, str]]:
@@ -77,6 +81,7 @@ def check_start(resolved: Resolved) -> PluginHost:
 
     Raises EnginectlError; imports no torch and starts nothing.
     """
+    from enginectl.choosing import Chooser
     from enginectl.config_checks import check_adapter_paths, check_memory, model_path
     from enginectl.machine import detect_machine, seen_from
     from enginectl.provider import Role
@@ -84,6 +89,7 @@ def check_start(resolved: Resolved) -> PluginHost:
 
     config, server = resolved.engine, resolved.server
     host = check_plugins(config)
+    parsers: list[str] = []
     for flag, name in (
         ("--tool-call-parser", server.tool_call_parser),
         ("--reasoning-parser", server.reasoning_parser),
@@ -92,6 +98,7 @@ def check_start(resolved: Resolved) -> PluginHost:
             known = host.catalogue[Role.PARSER]
             hint = "Install the package that brings it, or see `enginectl plugins`"
             raise PluginError(f"{flag}: {unknown('parser', name, known, hint=hint)}")
+        parsers += [name] if name is not None else []
     if server.chat_template is not None:
         from enginectl.builtin.chat_template import given_template
 
@@ -99,8 +106,11 @@ def check_start(resolved: Resolved) -> PluginHost:
     check_adapter_paths(config)
     machine = detect_machine()
     check_memory(config, machine)
-    _check_choices(config, host, seen_from(machine, resolve_device(config, machine)))
-    model_path(config.model)
+    machine = seen_from(machine, resolve_device(config, machine))
+    _check_choices(config, host, machine)
+    for name in parsers:
+        host.select(Role.PARSER, machine, name)
+    Chooser(config, machine, host).find_source(model_path(config.model))
     return host
 
 
@@ -127,10 +137,11 @@ def discover_quietly() -> PluginHost:
         logger.setLevel(level)
 
 
-async def launch_engine(resolved: Resolved, host: PluginHost) -> Started:
+async def launch_engine(resolved: Resolved, host: PluginHost, *, with_frontends: bool = False) -> Started:
     """Start the engine process and wait until it serves. Raises EnginectlError with what stood in the way.
 
-    host: from `check_start`, which is quick and finds most mistakes before anything is started.
+    host: from `check_start`, which is quick and finds most mistakes before anything is started. with_frontends: build
+    them, and let them look at the server's options, first.
     """
     from enginectl.api_side import ApiSide
     from enginectl.engine.supervisor import EngineProcess
@@ -146,6 +157,9 @@ async def launch_engine(resolved: Resolved, host: PluginHost) -> Started:
         return api.detokenizer(info)
 
     observers = tuple(api.all_of(Role.OBSERVER).values())
+    frontends: tuple[Frontend, ...] = tuple(api.all_of(Role.FRONTEND).values()) if with_frontends else ()
+    for frontend in frontends:
+        frontend.check(resolved.server)
     with start_up_status() as progress:
         client = EngineProcess(
             config, host, make_detokenizer, observers=observers, logs=resolved.logs, progress=progress
@@ -155,7 +169,7 @@ async def launch_engine(resolved: Resolved, host: PluginHost) -> Started:
         except BaseException:
             await client.close()
             raise
-    return Started(client, api, host, machine, observers)
+    return Started(client, api, host, machine, observers, frontends)
 
 
 @contextmanager

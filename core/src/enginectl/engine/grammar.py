@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +16,25 @@ from enginectl.transfer import to_device
 from enginectl.types import StructuredOutputs
 
 _CACHE_SIZE = 256
+_FEWEST, _MOST, _THREADS_EACH = 2, 4, 4
+"""Compiling threads: two, so that one slow grammar does not hold up all others, and one for every so many threads that
+compute. A compiler that keeps Python's lock slows the loop, and several of them more."""
+
+_Compiled = tuple[GrammarBackend, object]
 
 
 class GrammarHost:
-    """Every installed grammar backend, chosen per request: by name, else the first that does not refuse."""
+    """Every installed grammar backend, chosen per request: by name, else the first that does not refuse.
 
-    def __init__(self, backends: Mapping[str, GrammarBackend], *, max_workers: int = 1) -> None:
+    A constraint is compiled once, whoever else waits for it; one that is compiled waits for nobody. What waits is bounded
+    by the requests that may be queued. num_threads: of the engine. Used by the loop alone.
+    """
+
+    def __init__(self, backends: Mapping[str, GrammarBackend], *, num_threads: int = 1) -> None:
         self._backends = dict(backends)
-        self._pool = ThreadPoolExecutor(max_workers, thread_name_prefix="grammar")
-        self._compiled: dict[StructuredOutputs, Future[object]] = {}
+        num_workers = min(max(num_threads // _THREADS_EACH, _FEWEST), _MOST)
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="grammar")
+        self._compiled: dict[StructuredOutputs, Future[_Compiled]] = {}
 
     def choose(self, spec: StructuredOutputs) -> GrammarBackend:
         """The backend for this constraint. Raises RequestError with every backend's reason if none can honour it."""
@@ -41,25 +52,30 @@ class GrammarHost:
 
     def start(self, spec: StructuredOutputs) -> Future[GrammarMatcher]:
         """Compile off the loop, or find it compiled; the future gives a fresh matcher."""
-        return self._pool.submit(self._matcher, spec)
+        compiled = self._compiled.pop(spec, None) or self._pool.submit(self._compile, spec)
+        self._compiled[spec] = compiled  # last: what was asked for longest ago is forgotten first
+        if len(self._compiled) > _CACHE_SIZE:
+            self._compiled.pop(next(iter(self._compiled)))
+        matcher: Future[GrammarMatcher] = Future()
+        compiled.add_done_callback(partial(_begin, matcher))
+        return matcher
 
-    def _matcher(self, spec: StructuredOutputs) -> GrammarMatcher:
+    def _compile(self, spec: StructuredOutputs) -> _Compiled:
         backend = self.choose(spec)
-        compiled = self._compiled.get(spec)
-        if compiled is None:
-            compiled = Future()
-            try:
-                compiled.set_result(backend.compile(spec))
-            except Exception as error:
-                compiled.set_exception(error)
-            if len(self._compiled) >= _CACHE_SIZE:
-                self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[spec] = compiled
-        return backend.matcher(compiled.result())
+        return backend, backend.compile(spec)
 
     def close(self) -> None:
         """Stop the pool; compiles that run are not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin(matcher: Future[GrammarMatcher], compiled: Future[_Compiled]) -> None:
+    """A fresh matcher of what was compiled, or why there is none."""
+    try:
+        backend, constraint = compiled.result()
+        matcher.set_result(backend.matcher(constraint))
+    except (Exception, CancelledError) as error:
+        matcher.set_exception(error)
 
 
 class GrammarRows:

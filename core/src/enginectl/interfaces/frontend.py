@@ -36,6 +36,12 @@ class Frontend(ABC):
     def routes(self, ctx: FrontendContext) -> Sequence[BaseRoute]:
         """Starlette routes. Called: once, when the server starts."""
 
+    def check(self, server: ServerConfig) -> None:
+        """Raise ConfigError for an option of the server that this frontend cannot honour.
+
+        Called: once, before a model is opened.
+        """
+
     def openapi(self) -> dict[str, Any]:
         """The `paths` (and `components`) these routes add to /openapi.json."""
         return {}

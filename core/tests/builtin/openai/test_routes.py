@@ -194,9 +194,9 @@ async def test_openapi_describes_exactly_the_routes(http: httpx.AsyncClient) -> 
 @pytest.mark.parametrize(
     "options", [{"tool_call_parser": "x"}, {"reasoning_parser": "x"}, {"enable_auto_tool_choice": True}]
 )
-async def test_parsers_that_nothing_provides_are_an_error_at_start(
+async def test_parsers_that_no_route_would_use_are_an_error_at_start(
     client: FakeClient, connect: Callable[..., Any], options: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match="no installed plugin"):
+    with pytest.raises(ConfigError, match="the frontend 'openai' does not turn"):
         async with connect(client, server=ServerConfig(**options)):
             pass

@@ -25,9 +25,13 @@ from enginectl.interfaces.frontend import Frontend, FrontendContext
 class OpenAIFrontend(Frontend):
     """Chat and text completions as OpenAI defines them, and the routes that users of other engines expect beside."""
 
+    def check(self, server: ServerConfig) -> None:
+        """Raises ConfigError for parsers: no route reads what one would find."""
+        _refuse_parsers(server)
+
     def routes(self, ctx: FrontendContext) -> Sequence[BaseRoute]:
-        """Raises ConfigError for a parser that nothing provides."""
-        _refuse_parsers(ctx.server)
+        """Every route."""
+        self.check(ctx.server)
         names = ModelNames(ctx.client, served_names(ctx.engine, ctx.server), ctx.engine.lora_modules)
         prompts = Prompts(ctx.tokenizer)
         texts = TokenTexts(ctx.tokenizer)
@@ -65,4 +69,8 @@ def _refuse_parsers(server: ServerConfig) -> None:
     }
     for flag, value in wanted.items():
         if value is not None:
-            raise ConfigError(f"{flag} {value!r}: no installed plugin provides a parser that this frontend can use")
+            shown = flag if value is True else f"{flag} {value}"
+            raise ConfigError(
+                f"{shown}: the frontend 'openai' does not turn what a model writes into tool calls or reasoning yet; leave "
+                "the option out"
+            )
