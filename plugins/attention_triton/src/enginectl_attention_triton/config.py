@@ -66,7 +66,7 @@ class Shape:
 
 # Keyed by the head size up to which they hold. fp32 has no tensor cores with exact products: its tiles are small.
 _NARROW_16 = {64: Tile(0, 64, 4, 3), 128: Tile(0, 64, 4, 3), 256: Tile(0, 32, 4, 2)}
-_NARROW_32 = {64: Tile(0, 16, 8, 2), 128: Tile(0, 16, 8, 2), 256: Tile(0, 16, 8, 2)}
+_NARROW_32 = {64: Tile(0, 32, 8, 3), 128: Tile(0, 16, 8, 2), 256: Tile(0, 16, 8, 2)}
 _WIDE_32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 16, 8, 3), 256: Tile(16, 16, 8, 2)}
 _WIDE_16 = {
     80: {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2)},
