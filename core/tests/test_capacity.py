@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from enginectl.capacity import KVLayer, bytes_per_token, capacity, kv_dtype, kv_layers
+from enginectl.capacity import KVLayer, bytes_per_token, capacity, carries_state, kv_dtype, kv_layers, probed
 from enginectl.cli.capacity import capacity_command
 from enginectl.errors import ConfigError, ModelError
+from enginectl.testing.architectures import ARCHITECTURES, STATES, config_of
 
 GIB = 2**30
 QWEN2_05B = {"num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
@@ -153,3 +154,62 @@ def test_capacity_imports_no_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.route == STATES])
+def test_every_recurrent_model_is_recognised(name: str) -> None:
+    assert carries_state(config_of(ARCHITECTURES[name]).to_dict())
+
+
+def test_attention_models_are_not_probed() -> None:
+    """Nor is torch imported for them."""
+    for name in ("llama", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3", "bloom", "mpt", "gpt2", "phi3_longrope"):
+        assert not carries_state(config_of(ARCHITECTURES[name]).to_dict())
+
+
+def test_state_is_what_the_engine_counts() -> None:
+    """Per row, times the rows; blocks get the rest, and layers that only carry a state store no keys."""
+    config = config_of(ARCHITECTURES["jamba"]).to_dict() | {"dtype": "float32"}
+    spec = probed(config)
+    assert spec.state_bytes_per_row > 0
+    per_token = 2 * 2 * 8 * 4  # one of three layers attends, with two heads of 8
+    rows, memory_bytes = 8, 8 * spec.state_bytes_per_row + 100 * 16 * per_token
+    result = capacity(config, memory_bytes, 32, spec=spec, max_num_seqs=rows)
+    assert (result.bytes_per_token, result.num_blocks, result.num_sequences) == (per_token, 100, 8)
+    assert (result.state_bytes_per_row, result.max_num_seqs, result.notes) == (spec.state_bytes_per_row, rows, ())
+    assert capacity(config, memory_bytes, 800, spec=spec, max_num_seqs=rows).num_sequences == 2
+
+
+def test_state_that_does_not_fit_is_said() -> None:
+    config = config_of(ARCHITECTURES["mamba2"]).to_dict()
+    spec = probed(config)
+    result = capacity(config, 5 * spec.state_bytes_per_row, spec=spec, max_num_seqs=6)
+    assert (result.num_sequences, result.num_blocks) == (0, 0)
+    assert "--max-num-seqs 6" in result.notes[0]
+    assert "hold that of 5" in result.notes[0]
+    assert capacity(config, 6 * spec.state_bytes_per_row, 200, spec=spec, max_num_seqs=6).num_sequences == 6
+
+
+def test_a_length_that_no_sequence_has_is_said() -> None:
+    config = {**QWEN3_28, "max_position_embeddings": 40_960}
+    assert capacity(config, 14 * GIB, 40_960).notes == ()
+    (note,) = capacity(config, 14 * GIB, 40_961).notes
+    assert "--seq-len 40961 is longer" in note
+    assert "--seq-len 40960 or less" in note
+
+
+def test_not_one_sequence_is_said() -> None:
+    (note,) = capacity(QWEN3_28, 2**24, 10_000).notes
+    assert "only 144 tokens" in note
+
+
+def test_the_command_counts_state(tmp_path: Path) -> None:
+    config_of(ARCHITECTURES["qwen3_next"]).save_pretrained(tmp_path)
+    arguments = [str(tmp_path), "--memory", "1GiB", "--max-num-seqs", "16", "--seq-len", "9999"]
+    found = json.loads(CliRunner().invoke(_app(), [*arguments, "--json"]).output)
+    assert found["state_bytes_per_row"] > 0
+    assert found["max_num_seqs"] == found["num_sequences"] == 16
+    table = CliRunner().invoke(_app(), arguments).output
+    assert "recurrent state a row" in table
+    assert "of 16 rows" in table
+    assert "256 tokens, so give --seq-len 256 or less" in table

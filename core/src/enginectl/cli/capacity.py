@@ -1,4 +1,7 @@
-"""`enginectl capacity`: how many tokens and sequences fit in a given amount of KV memory. Imports no torch."""
+"""`enginectl capacity`: how many tokens and sequences fit in a given amount of KV memory.
+
+Imports torch only for models that carry a recurrent state.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,13 @@ def capacity_command(
     seq_len: Annotated[int, typer.Option(help="Tokens of each sequence, prompt and output.")] = 2048,
     dtype: Annotated[str, typer.Option(help="KV dtype: auto (the model's), bfloat16, float16, float32 …")] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 16,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Rows running at once: a model with a recurrent state keeps one for each.")
+    ] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Say how many tokens and sequences fit in a given amount of KV memory."""
-    from enginectl.capacity import capacity
+    from enginectl.capacity import capacity, carries_state, probed
     from enginectl.units import parse_size
 
     if not memory:
@@ -32,7 +38,14 @@ def capacity_command(
             "weights and activations); `enginectl doctor` shows what this machine has"
         )
     config, weight_bytes = load_config(Path(model))
-    result = capacity(config, parse_size(memory, what="--memory"), seq_len, dtype, block_size)
+    size = parse_size(memory, what="--memory")
+    spec = None
+    if carries_state(config):
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()  # nothing is computed, so no word about slow kernels
+        spec = probed(config, seq_len)
+    result = capacity(config, size, seq_len, dtype, block_size, spec=spec, max_num_seqs=max_num_seqs)
     if as_json:
         import msgspec
 
@@ -71,19 +84,28 @@ def _print_table(model: str, result: Any, weight_bytes: int | None) -> None:
     table = Table(title=f"KV capacity of {model}", show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
-    rows = [
-        ("KV memory", format_size(result.memory_bytes)),
-        ("KV dtype", result.dtype),
-        ("bytes a token", f"{result.bytes_per_token:,}"),
-        (f"bytes a block of {result.block_size} tokens", f"{result.bytes_per_block:,}"),
-        ("blocks", f"{result.num_blocks:,}"),
-        ("tokens", f"{result.num_tokens:,}"),
-        (f"sequences of {result.seq_len:,} tokens", f"{result.num_sequences:,}"),
-    ]
+    rows = [("KV memory", format_size(result.memory_bytes))]
+    if result.state_bytes_per_row:
+        total = format_size(result.state_bytes_per_row * result.max_num_seqs)
+        rows += [
+            ("recurrent state a row", format_size(result.state_bytes_per_row)),
+            (f"of {result.max_num_seqs:,} rows (--max-num-seqs)", total),
+        ]
+    if result.bytes_per_token:
+        rows += [
+            ("KV dtype", result.dtype),
+            ("bytes a token", f"{result.bytes_per_token:,}"),
+            (f"bytes a block of {result.block_size} tokens", f"{result.bytes_per_block:,}"),
+            ("blocks", f"{result.num_blocks:,}"),
+            ("tokens", f"{result.num_tokens:,}"),
+        ]
+    rows.append((f"sequences of {result.seq_len:,} tokens", f"{result.num_sequences:,}"))
     if weight_bytes is not None:
         rows.append(("weights on disk, not counted above", format_size(weight_bytes)))
     for row in rows:
         table.add_row(*row)
     console = Console()
     console.print(table)
+    for note in result.notes:
+        console.print(note, style="yellow", soft_wrap=True, highlight=False)
     console.print(_KV_NOTE, style="dim", soft_wrap=True)
