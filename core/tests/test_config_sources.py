@@ -81,9 +81,24 @@ class TestValues:
         assert answer.server.api_key == ("a", "b")
 
     def test_a_key_given_by_flag_may_contain_a_comma(self) -> None:
-        answer = resolved({"api_key": ["a,b", "c"], "plugins": ["ngram,triton", "torch"]})
+        answer = resolved({"api_key": ["a,b", "c"], "plugins": ["ngram,triton", "torch", ""]})
         assert answer.server.api_key == ("a,b", "c")
         assert answer.engine.plugins == ("ngram", "triton", "torch")
+
+    @pytest.mark.parametrize(
+        ("flags", "environ"),
+        [
+            ({"api_key": [""]}, {}),
+            ({"api_key": ["a", " "]}, {}),
+            ({}, {"ENGINECTL_API_KEY": ""}),
+            ({"admin_api_key": ""}, {}),
+            ({}, {"ENGINECTL_ADMIN_API_KEY": ""}),
+        ],
+    )
+    def test_an_empty_key_does_not_leave_the_server_open(self, flags: dict[str, Any], environ: dict[str, str]) -> None:
+        """Law 16: `--api-key "$KEY"` with KEY unset served without keys, and nobody was told."""
+        with pytest.raises(ConfigError, match="an API key is empty"):
+            resolved(flags, environ)
 
     @pytest.mark.parametrize(("text", "num_bytes"), [("4GiB", 4 << 30), ("1048576", 1 << 20), ("auto", None)])
     def test_sizes_have_units(self, text: str, num_bytes: int | None) -> None:
@@ -259,7 +274,7 @@ class TestErrors:
             ("block_size", "512", "a power of two from 1 to 256"),
             ("gpu_memory_utilization", "1.5", "more than 0, at most 1"),
             ("gpu_memory_utilization", "nan", "more than 0, at most 1"),
-            ("max_num_seqs", "0", "1 or more"),
+            ("max_num_seqs", "0", "1 to 65536"),
             ("dtype", "floot16", "auto, float32, bfloat16, float16; did you mean"),
             ("device", "tpu", "auto, cpu, cuda, or cuda:N"),
             ("overlap_depth", "2", "0, 1, or auto"),

@@ -183,7 +183,8 @@ async def test_websockets_need_a_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"api_key": ("a",), "admin_api_key": "a"}, {"api_key": ("",)}, {"admin_api_key": " "}]
+    "options",
+    [{"api_key": ("a",), "admin_api_key": "a"}, {"api_key": ("",)}, {"admin_api_key": " "}, {"admin_api_key": ""}],
 )
 def test_contradictory_keys_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

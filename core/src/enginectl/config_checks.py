@@ -29,6 +29,11 @@ def _at_least(least: float) -> Range:
     return Range(lambda value: value >= least, f"{least} or more")
 
 
+def _count_to(most: int) -> Range:
+    """Arrays are made that long, or threads started: what nobody means would take the machine down."""
+    return Range(lambda value: 1 <= value <= most, f"1 to {most}")
+
+
 def _one_of(*names: str) -> Range:
     return Range(lambda value: value in names, ", ".join(names))
 
@@ -41,8 +46,8 @@ ENGINE_RANGES: dict[str, Range] = {
         lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None, "auto, cpu, cuda, or cuda:N"
     ),
     "max_model_len": _at_least(1),
-    "max_num_seqs": _at_least(1),
-    "max_num_batched_tokens": _at_least(1),
+    "max_num_seqs": _count_to(1 << 16),
+    "max_num_batched_tokens": _count_to(1 << 20),
     "long_prefill_token_threshold": _at_least(1),
     "block_size": Range(lambda n: 1 <= n <= 256 and n & (n - 1) == 0, "a power of two from 1 to 256"),
     "kv_cache_dtype": _one_of("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
@@ -52,7 +57,7 @@ ENGINE_RANGES: dict[str, Range] = {
     "prefix_caching_hash_algo": _one_of("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
     "overlap_depth": Range(lambda depth: depth in (0, 1), "0, 1, or auto"),
     "seed": Range(lambda seed: 0 <= seed < 1 << 64, "a whole number from 0 to 2**64 - 1"),
-    "num_threads": _at_least(1),
+    "num_threads": _count_to(1024),
     "max_loras": _at_least(1),
     "max_lora_rank": _at_least(1),
     "max_cpu_loras": _at_least(1),
@@ -139,6 +144,12 @@ def model_path(model: str) -> Path:
     return path
 
 
+def check_tokenizer(config: EngineConfig) -> None:
+    """Raise ConfigError if the tokenizer that was asked for is not there."""
+    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().is_dir():
+        raise ConfigError(f"--tokenizer {config.tokenizer}: no such directory; give one with tokenizer.json")
+
+
 def check_adapter_paths(config: EngineConfig) -> None:
     """Raise ConfigError for an adapter that is not where it is said to be."""
     for name, path in config.lora_modules.items():
@@ -173,7 +184,8 @@ def validate_server(config: ServerConfig, origins: Mapping[str, str] | None = No
 
 def check_keys(config: ServerConfig) -> None:
     """Raise ConfigError for keys that would open nothing, or more than they should."""
-    if any(not key.strip() for key in config.api_key) or (config.admin_api_key or "x").strip() == "":
+    keys = config.api_key if config.admin_api_key is None else (*config.api_key, config.admin_api_key)
+    if any(not key.strip() for key in keys):
         raise ConfigError("an API key is empty; leave the option out to serve without keys")
     if config.admin_api_key is not None and config.admin_api_key in config.api_key:
         raise ConfigError("admin_api_key must differ from every api_key, whose holders would be administrators")

@@ -146,7 +146,8 @@ def _from_text(name: str, value: Any, wanted: Any) -> Any:
             items = [part for item in value for part in item.split(",")]
         else:  # a repeated flag: a key or a name may contain a comma
             items = value
-        return [item.strip() for item in items if item.strip()]
+        # An empty key is an error later: it would leave the server open, where a key was meant.
+        return [item.strip() for item in items if item.strip() or name == "api_key"]
     if is_optional(wanted) and isinstance(value, str) and value.lower() in ("auto", "none"):
         return None
     return value

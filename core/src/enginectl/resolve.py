@@ -147,6 +147,12 @@ def size_pool(
     useful = max(config.max_num_seqs * longest, _LEAST_BLOCKS)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
+        wanted = num_blocks * bytes_per_block + state
+        if measure is None and wanted > machine.memory_bytes:
+            raise OutOfMemoryError(
+                f"--num-gpu-blocks-override {num_blocks} takes {format_size(wanted)}, and this process may use "
+                f"{format_size(machine.memory_bytes)}; lower it"
+            )
     else:
         memory = config.kv_cache_memory_bytes
         if memory is None:

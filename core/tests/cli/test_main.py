@@ -46,6 +46,38 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     return status, captured.out, captured.err
 
 
+@pytest.mark.parametrize("line", ["", "bench"])
+def test_no_command_shows_the_help_and_no_error(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It began with `error: enginectl: Usage:`."""
+    status, out, err = run(line, capsys)
+    assert (status, out) == (2, "")
+    assert err.startswith("Usage: enginectl")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "serve",
+        "generate",
+        "chat",
+        "plugins",
+        "doctor",
+        "config",
+        "capacity",
+        "simulate",
+        "bench serve",
+        "bench fit",
+    ],
+)
+def test_help_cuts_no_line_and_names_no_python_type(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(f"{line} --help", capsys)
+    assert status == 0
+    usage, *lines = out.splitlines()
+    assert not [line for line in lines if line.endswith("...") or re.search(r"<\w", line)]
+    assert usage.startswith("Usage: ")
+
+
 class TestWrongInvocations:
     """Every one is a single message on standard error, says what to do, and starts nothing."""
 

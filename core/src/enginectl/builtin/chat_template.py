@@ -30,6 +30,8 @@ PROBE = "xprobex"
 def given_template(chat_template: str) -> str:
     """The text of `--chat-template`, a file or the text itself. Raises ConfigError if it is missing or has a mistake."""
     text = chat_template
+    if not text.strip():
+        raise ConfigError("--chat-template is empty; give a Jinja file, or the template's text")
     if "{" not in text and "\n" not in text:
         try:
             text = Path(chat_template).expanduser().read_text("utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,15 +55,16 @@ def build_app() -> typer.Typer:
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+    command = partial(app.command, cls=SectionedCommand)
     app.callback(help="Serve language models with an engine assembled from plugins.")(_root)
-    app.command("serve", cls=SectionedCommand)(serve_command)
-    app.command("generate", cls=SectionedCommand)(generate_command)
-    app.command("chat", cls=SectionedCommand)(chat_command)
-    app.command("plugins")(plugins_command)
-    app.command("doctor")(doctor_command)
-    app.command("config", cls=SectionedCommand)(config_command)
-    app.command("capacity")(capacity_command)
-    app.command("simulate", cls=SectionedCommand)(simulate_command)
+    command("serve", short_help="Serve a model over the OpenAI-compatible HTTP API.")(serve_command)
+    command("generate", short_help="Complete prompts without a server.")(generate_command)
+    command("chat", short_help="Talk to a model.")(chat_command)
+    command("plugins", short_help="List the installed plugins.")(plugins_command)
+    command("doctor", short_help="Say which providers can serve on this machine.")(doctor_command)
+    command("config", short_help="Print the resolved configuration.")(config_command)
+    command("capacity", short_help="Say how many tokens fit in so much KV memory.")(capacity_command)
+    command("simulate", short_help="Plan capacity with the real scheduler and no model.")(simulate_command)
     app.add_typer(bench_app(), name="bench")
     app.command("version")(version_command)
     return app

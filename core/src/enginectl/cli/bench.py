@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from enginectl.cli.bench_serve import bench_serve_command
+from enginectl.cli.help import SectionedCommand
 from enginectl.errors import UsageError
 
 
 def bench_app() -> typer.Typer:
     """The commands below `enginectl bench`."""
     app = typer.Typer(help="Measure a running server.", no_args_is_help=True, pretty_exceptions_enable=False)
-    app.command("serve")(bench_serve_command)
-    app.command("fit")(fit_command)
+    command = partial(app.command, cls=SectionedCommand)
+    command("serve", short_help="Load an OpenAI-compatible server and measure it.")(bench_serve_command)
+    command("fit", short_help="Fit the cost of a step to an idle server.")(fit_command)
     return app
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from typing import Any
 
@@ -19,6 +20,9 @@ def report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, EnginectlError):
         _print(str(error))
         return error.exit_status
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+        print(error, file=sys.stderr)
+        return USAGE
     if hasattr(error, "format_message"):  # typer's own, whichever click it brings
         _print(_usage_message(error))
         return int(getattr(error, "exit_code", USAGE))

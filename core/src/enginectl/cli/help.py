@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from typer.core import TyperCommand
+
+_KIND = re.compile(r" <(\w+)[^>]*>")
+_WORDS = {"int": "INTEGER", "float": "NUMBER"}
 
 
 class SectionedCommand(TyperCommand):
@@ -20,4 +24,11 @@ class SectionedCommand(TyperCommand):
                 sections.setdefault(getattr(param, "rich_help_panel", None) or plain, []).append(record)
         for title, records in sections.items():
             with formatter.section(title):
-                formatter.write_dl(records)
+                formatter.write_dl([(_KIND.sub(_in_words, name), text) for name, text in records])
+
+
+def _in_words(kind: re.Match[str]) -> str:
+    """What typer shows of a type, `<int range>`, as the other flags have it; nothing for an argument, which has a name."""
+    if kind.string[0] != "-":
+        return ""
+    return f" {_WORDS.get(kind[1], 'TEXT')}"

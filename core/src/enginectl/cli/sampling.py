@@ -21,7 +21,7 @@ _PANEL = "Sampling"
 
 RANGES = {
     "temperature": Range(lambda value: 0 <= value <= 2, "0 to 2"),
-    "top_p": Range(lambda value: 0 < value <= 1, "more than 0, at most 1"),
+    "top_p": Range(lambda value: 0 <= value <= 1, "0 to 1"),
     "top_k": Range(lambda value: value >= -1, "a count, or 0 for all"),
 }
 

@@ -82,7 +82,7 @@ def check_start(resolved: Resolved) -> PluginHost:
     Raises EnginectlError; imports no torch and starts nothing.
     """
     from enginectl.choosing import Chooser
-    from enginectl.config_checks import check_adapter_paths, check_memory, model_path
+    from enginectl.config_checks import check_adapter_paths, check_memory, check_tokenizer, model_path
     from enginectl.machine import detect_machine, seen_from
     from enginectl.provider import Role
     from enginectl.resolve import resolve_device
@@ -103,6 +103,7 @@ def check_start(resolved: Resolved) -> PluginHost:
         from enginectl.builtin.chat_template import given_template
 
         given_template(server.chat_template)
+    check_tokenizer(config)
     check_adapter_paths(config)
     machine = detect_machine()
     check_memory(config, machine)
