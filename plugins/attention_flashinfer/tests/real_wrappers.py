@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -125,3 +126,49 @@ def real_library(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, Modules]:
 def _once(make: Callable[..., Any]) -> Callable[..., Any]:
     made: dict[tuple[Any, ...], Any] = {}
     return lambda *args: made[args] if args in made else made.setdefault(args, make(*args))
+
+
+def real_ops(monkeypatch: pytest.MonkeyPatch, plays: dict[str, Callable[..., Any]]) -> tuple[ModuleType, set[str]]:
+    """FlashInfer, if it is installed, and the names of the modules that its ops ask for. plays: what computes, by op."""
+    library = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    asked: set[str] = set()
+
+    def norm(name: str, out: Tensor, input: Tensor, weight: Tensor, eps: float, pdl: bool) -> None:
+        out.copy_(plays[name](input=input, weight=weight, eps=eps))
+
+    def add_norm(name: str, input: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool) -> None:
+        plays[name](input=input, residual=residual, weight=weight, eps=eps)
+
+    def gated(name: str, out: Tensor, input: Tensor, pdl: bool) -> None:
+        out.copy_(plays[name](input=input))
+
+    def rope(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, table: Tensor, rows: Tensor, interleave: bool) -> None:
+        assert (q.data_ptr(), k.data_ptr()) == (q_out.data_ptr(), k_out.data_ptr())
+        assert {q.stride(-1), k.stride(-1)} == {1}
+        plays["apply_rope_with_cos_sin_cache_inplace"](
+            positions=rows,
+            query=q.flatten(1),
+            key=k.flatten(1),
+            head_size=q.shape[2],
+            cos_sin_cache=table,
+            is_neox=not interleave,
+        )
+
+    def module(name: str, functions: dict[str, Callable[..., Any]]) -> Any:
+        asked.add(name)
+        return SimpleNamespace(build_and_load=lambda: SimpleNamespace(**functions))
+
+    norms: dict[str, Callable[..., Any]] = {n: partial(norm, n) for n in ("rmsnorm", "gemma_rmsnorm")}
+    norms |= {n: partial(add_norm, n) for n in ("fused_add_rmsnorm", "gemma_fused_add_rmsnorm")}
+    parts: dict[str, Callable[..., Any]] = {
+        "norm": lambda: module("norm", norms),
+        "rope": lambda: module("rope", {"apply_rope_pos_ids_cos_sin_cache": rope}),
+        "act_and_mul": lambda act: module(f"{act}_and_mul", {f"{act}_and_mul": partial(gated, f"{act}_and_mul")}),
+    }
+    for part, home in (("norm", "norm"), ("rope", "rope"), ("act_and_mul", "activation")):
+        owner = importlib.import_module(f"flashinfer.{home}")
+        monkeypatch.setattr(owner, f"gen_{part}_module", parts[part])
+        monkeypatch.setattr(owner, f"get_{part}_module", _once(inspect.unwrap(getattr(owner, f"get_{part}_module"))))
+    # Kernels in Python, where the packages for them happen to be installed, are another implementation.
+    monkeypatch.setattr(importlib.import_module("flashinfer.norm"), "_USE_CUDA_NORM", True, raising=False)
+    return library, asked

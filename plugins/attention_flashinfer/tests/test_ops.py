@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,20 @@ from enginectl.testing.tolerances import TOLERANCES
 from enginectl_attention_flashinfer import hooks
 from enginectl_attention_flashinfer.ops import FlashInferBlock, FlashInferOpSet, fits
 
-_spec = importlib.util.spec_from_file_location("fake_flashinfer", Path(__file__).with_name("fake_flashinfer.py"))
-assert _spec is not None
-assert _spec.loader is not None
-fake_flashinfer = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake_flashinfer)
+HERE = Path(__file__).resolve().parent
+
+
+def _beside(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fake_flashinfer = _beside("fake_flashinfer")
+real_wrappers = _beside("real_wrappers")
 
 PLAIN = BlockSpec(
     hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=64, eps=1e-5, rotary_dim=64
@@ -83,16 +92,6 @@ def run(block: Block, spec: BlockSpec, dtype: torch.dtype, num_tokens: int = 6) 
     heads = block.before(hidden, angles.cos(), angles.sin())
     assert torch.equal(hidden, kept), "before() changed the hidden rows"
     return [*heads, block.after(hidden, attended)]
-
-
-def exercised(recorder: Any) -> None:
-    """Every structure, once."""
-    ops = FlashInferOpSet(recorder.library())
-    for changes in CHANGES.values():
-        spec = msgspec.structs.replace(PLAIN, **changes)
-        block = ops.block(spec, weights_of(spec, torch.float16))
-        assert block is not None
-        run(block, spec, torch.float16)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -156,16 +155,22 @@ def test_structures_the_kernels_do_not_take_are_left_to_core(changes: dict[str, 
     assert ops.block(spec, weights_of(PLAIN, torch.float16)) is None
 
 
-def test_every_op_binds_to_the_installed_signatures() -> None:
-    """Keywords only, within the range of versions we declare."""
-    if importlib.util.find_spec("flashinfer") is None:
-        pytest.skip("flashinfer-python is not installed")
-    library = importlib.import_module("flashinfer")
-    recorder = fake_flashinfer.Recorder()
-    exercised(recorder)
-    assert {name for name, _, _ in recorder.calls} == set(fake_flashinfer.OPS)
-    for name, _, arguments in recorder.calls:
-        inspect.signature(getattr(library, name)).bind(**arguments)
+@pytest.mark.parametrize("dtype_name", DTYPES)
+def test_flashinfers_own_ops_take_what_they_are_given(dtype_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Python as installed, over kernels that are played; the modules it asks for are those that are prebuilt."""
+    library, asked = real_wrappers.real_ops(monkeypatch, fake_flashinfer.OPS)
+    dtype = getattr(torch, dtype_name)
+    for changes in CHANGES.values():
+        spec = msgspec.structs.replace(PLAIN, **changes)
+        weights = weights_of(spec, dtype)
+        block = FlashInferOpSet(library).block(spec, weights)
+        assert block is not None
+        plain = PlainBlock(spec, weights, TorchOpSet("cpu", dtype))
+        for found, exact in zip(run(block, spec, dtype), run(plain, spec, dtype), strict=True):
+            torch.testing.assert_close(found, exact, **TOLERANCES[dtype_name]._asdict())
+    command = [sys.executable, str(HERE.parents[2] / "bench" / "gpu" / "prebuild.py"), "--list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert asked == {name for name in listed if not name.startswith("batch_")}
 
 
 def test_unsupported_without_cuda() -> None:

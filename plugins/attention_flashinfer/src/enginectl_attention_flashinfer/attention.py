@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def use_tensor_cores(self) -> bool:
-        """For decode: groups large enough to gain. Of those, the plain kernel has instances for some sizes only."""
+        """For decode: groups of 4 and more. Of those, the plain kernel has instances for some sizes only."""
         return self.num_heads // self.num_kv_heads >= 4
 
 
