@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from enginectl import Engine, SamplingParams
+from enginectl.interfaces.model import Kept
 from enginectl.types import RequestOutput
+
+FIXED: dict[str, Any] = {"max_num_seqs": 2, "block_size": 4, "dtype": "float32", "num_threads": 1, "only_plugins": True}
 
 
 def scored(model: Path, **options: Any) -> tuple[list[RequestOutput], int]:
@@ -21,8 +25,7 @@ def scored(model: Path, **options: Any) -> tuple[list[RequestOutput], int]:
         SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=1),
     ]
-    fixed = {"max_num_seqs": 2, "block_size": 4, "dtype": "float32", "num_threads": 1, "only_plugins": True}
-    with Engine(str(model), **{**fixed, **options}) as engine:
+    with Engine(str(model), **{**FIXED, **options}) as engine:
         outputs = engine.generate(prompts, params)
         return outputs, engine.stats().num_preemptions
 
@@ -46,3 +49,31 @@ def test_a_prompt_that_gave_way_while_it_was_read_is_scored_once(depth: int, tin
         assert (one.token_id, one.rank, one.top_ids) == (other.token_id, other.rank, other.top_ids)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_logits_of_a_long_prompt_are_made_a_part_at_a_time(tiny: Callable[[str], Path]) -> None:
+    """Those of 8,192 positions are 5 GB with a vocabulary of 150,000: a GPU ran out of memory, and the request failed."""
+    prompt = np.random.default_rng(3).integers(3, 250, 200).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
+    found = []
+    for budget in (256, 16):
+        with Engine(str(tiny("llama")), max_num_batched_tokens=budget, **FIXED) as engine:
+            runner: Any = engine.core.executor
+            model = runner.model
+            plain, sizes = model.logits, list[int]()
+
+            def noted(kept: Kept, rows: Tensor | None = None, plain: Any = plain, sizes: list[int] = sizes) -> Tensor:
+                logits: Tensor = plain(kept, rows)
+                sizes.append(len(logits))
+                return logits
+
+            model.logits = noted
+            (output,) = engine.generate([prompt], params)
+        assert max(sizes) <= 64
+        assert output.prompt_logprobs is not None
+        found.append(output.prompt_logprobs)
+    assert len(found[0]) == 200
+    for one, other in zip(found[0][1:], found[1][1:], strict=True):
+        assert one is not None
+        assert other is not None
+        assert (one.token_id, one.rank, one.top_ids) == (other.token_id, other.rank, other.top_ids)

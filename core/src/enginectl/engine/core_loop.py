@@ -304,7 +304,8 @@ class EngineCore:
             )
 
     def _recover(self, flight: Flight, error: Exception) -> StepResult:
-        """A step raised: undo later flights (they did not run), then run its rows in halves to find the culprit.
+        """A step raised: undo later flights, which did not run (see `in_flight`), then run its rows in halves to find the
+        culprit.
 
         When every row fails, it may be the requests or the device: the executor is asked. Raises EngineDeadError if the
         device is lost.

@@ -22,6 +22,8 @@ from enginectl.transfer import to_device
 from enginectl.types import TokenLogprobs
 
 NO_ROWS = np.zeros(0, np.int32)
+_PROMPT_ROWS = 64
+"""Fewer positions at a time leave matrix products too small."""
 
 
 @dataclass(slots=True)
@@ -173,14 +175,21 @@ class StepSampler:
         }
 
     def prompt_logprobs(self, packed: Packed, kept: Kept) -> dict[int, list[TokenLogprobs]]:
-        """Entries for prompt positions first + 1 … first + count of each row that asked."""
+        """Entries for prompt positions first + 1 … first + count of each row that asked.
+
+        Logits of a whole prompt may be gigabytes: they are made for as many positions at a time as a step may sample.
+        """
         found: dict[int, list[TokenLogprobs]] = {}
+        most = max(_PROMPT_ROWS, len(self._rows.prompt_lens))
         start = packed.keep.size - sum(count for _, _, count in packed.prompt_rows)
         for row, first, count in packed.prompt_rows:
-            index = torch.arange(start, start + count, device=self._device)
             chosen = self._rows.token_ids[row, first + 1 : first + 1 + count].astype(np.int64)
             top = int(self._rows.num_prompt_logprobs[row])
-            found[row] = token_logprobs(self._model.logits(kept, index), chosen, [top] * count)
+            found[row] = []
+            for at in range(0, count, most):
+                part = chosen[at : at + most]
+                index = torch.arange(start + at, start + at + part.size, device=self._device)
+                found[row] += token_logprobs(self._model.logits(kept, index), part, [top] * part.size)
             start += count
         return found
 
