@@ -6,52 +6,31 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
 
 from enginectl.builtin.openai.answers import ChatAnswer, ChatChoice, ChatMessage
 from enginectl.builtin.openai.features import refuse_unsupported
-from enginectl.builtin.openai.generation import Collected, Job, call_of, collect
-from enginectl.builtin.openai.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from enginectl.builtin.openai.generation import Collected, Job
+from enginectl.builtin.openai.logprobs import chat_logprobs, prompt_logprobs
 from enginectl.builtin.openai.messages import Message, text_of
-from enginectl.builtin.openai.names import ModelNames
 from enginectl.builtin.openai.params import (
     check_num_logprobs,
     chosen_max_tokens,
     sampling_params,
 )
-from enginectl.builtin.openai.prompts import Prompts, fit
+from enginectl.builtin.openai.prompts import fit
 from enginectl.builtin.openai.protocol import ChatRequest
-from enginectl.builtin.openai.sse import Extras, Shape, event_frames
+from enginectl.builtin.openai.route import GenerationRoute
+from enginectl.builtin.openai.sse import Extras, Shape
 from enginectl.errors import RequestError
-from enginectl.http.body import JsonBody
-from enginectl.http.errors import json_response
-from enginectl.http.record import RequestRecord, record_of
-from enginectl.http.stream import EventStream, until_disconnect
-from enginectl.interfaces.frontend import FrontendContext
-from enginectl.types import GenerateRequest, OutputChunk, SamplingParams
+from enginectl.http.record import RequestRecord
+from enginectl.types import OutputChunk, SamplingParams
 
 
-class ChatCompletions:
+class ChatCompletions(GenerationRoute[ChatRequest]):
     """The route's handler."""
 
-    def __init__(self, ctx: FrontendContext, names: ModelNames, prompts: Prompts, texts: TokenTexts) -> None:
-        self._ctx = ctx
-        self._names = names
-        self._prompts = prompts
-        self._texts = texts
-        self._body = JsonBody(ChatRequest)
-
-    async def handle(self, request: Request) -> Response:
-        """Answer one request, streamed or whole."""
-        body = await self._body.read(request)
-        job = await self._job(body, record_of(request.scope))
-        client = self._ctx.client
-        if body.stream:
-            return EventStream(event_frames(client, job, self._shape(body, job)))
-        async with until_disconnect(request.receive):
-            choices = await collect(client, job)
-        return json_response(self._answer(body, job, choices))
+    body_type = ChatRequest
+    operation = "chat"
 
     async def _job(self, body: ChatRequest, record: RequestRecord) -> Job:
         info = self._ctx.client.info
@@ -66,23 +45,12 @@ class ChatCompletions:
         if body.request_id is not None:
             record.name(body.request_id)
         answer_id = f"chatcmpl-{record.request_id}"
-        generate = GenerateRequest(
-            request_id=f"{answer_id}{record.suffix}",
-            prompt_token_ids=prompt.token_ids,
-            params=params,
-            adapter=adapter,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            tenant=record.tenant or body.user or adapter or "",
-            timeout_s=body.timeout,
-            call=call_of(body, record, "chat", self._names),
-        )
         return Job(
             id=answer_id,
             model=body.model or self._names.base[0],
             record=record,
             prompts=[prompt],
-            requests=[generate],
+            requests=[self._request(body, record, f"{answer_id}{record.suffix}", prompt, params, adapter)],
             n=params.n,
             echo=[self._echoed(messages)] if body.echo else None,
         )

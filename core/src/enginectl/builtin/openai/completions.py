@@ -4,47 +4,26 @@ from __future__ import annotations
 
 import msgspec
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
 
 from enginectl.builtin.openai.answers import PromptLogprobs, TextAnswer, TextChoice, TextLogprobs
 from enginectl.builtin.openai.features import refuse_unsupported
-from enginectl.builtin.openai.generation import Collected, Job, call_of, collect
-from enginectl.builtin.openai.logprobs import TextOffsets, TokenTexts, prompt_logprobs, text_logprobs
-from enginectl.builtin.openai.names import ModelNames
+from enginectl.builtin.openai.generation import Collected, Job
+from enginectl.builtin.openai.logprobs import TextOffsets, prompt_logprobs, text_logprobs
 from enginectl.builtin.openai.params import check_num_logprobs, sampling_params
-from enginectl.builtin.openai.prompts import Prompt, Prompts, fit, with_text
+from enginectl.builtin.openai.prompts import Prompt, fit, with_text
 from enginectl.builtin.openai.protocol import CompletionRequest
-from enginectl.builtin.openai.sse import Extras, Shape, event_frames
+from enginectl.builtin.openai.route import GenerationRoute
+from enginectl.builtin.openai.sse import Extras, Shape
 from enginectl.errors import RequestError
-from enginectl.http.body import JsonBody
-from enginectl.http.errors import json_response
-from enginectl.http.record import RequestRecord, record_of
-from enginectl.http.stream import EventStream, until_disconnect
-from enginectl.interfaces.frontend import FrontendContext
-from enginectl.types import GenerateRequest, OutputChunk, SamplingParams, TokenLogprobs
+from enginectl.http.record import RequestRecord
+from enginectl.types import OutputChunk, SamplingParams, TokenLogprobs
 
 
-class TextCompletions:
+class TextCompletions(GenerationRoute[CompletionRequest]):
     """The route's handler."""
 
-    def __init__(self, ctx: FrontendContext, names: ModelNames, prompts: Prompts, texts: TokenTexts) -> None:
-        self._ctx = ctx
-        self._names = names
-        self._prompts = prompts
-        self._texts = texts
-        self._body = JsonBody(CompletionRequest)
-
-    async def handle(self, request: Request) -> Response:
-        """Answer one request, streamed or whole."""
-        body = await self._body.read(request)
-        job = await self._job(body, record_of(request.scope))
-        client = self._ctx.client
-        if body.stream:
-            return EventStream(event_frames(client, job, self._shape(body, job)))
-        async with until_disconnect(request.receive):
-            choices = await collect(client, job)
-        return json_response(self._answer(body, job, choices))
+    body_type = CompletionRequest
+    operation = "text_completion"
 
     async def _job(self, body: CompletionRequest, record: RequestRecord) -> Job:
         info = self._ctx.client.info
@@ -61,20 +40,10 @@ class TextCompletions:
             record.name(body.request_id)
         answer_id = f"cmpl-{record.request_id}"
         engine_id = f"{answer_id}{record.suffix}"
+        engine_ids = [f"{engine_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [engine_id]
         requests = [
-            GenerateRequest(
-                request_id=f"{engine_id}-{place}" if len(prompts) > 1 else engine_id,
-                prompt_token_ids=prompt.token_ids,
-                params=params,
-                adapter=adapter,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt,
-                tenant=record.tenant or body.user or adapter or "",
-                timeout_s=body.timeout,
-                call=call_of(body, record, "text_completion", self._names),
-                choice_offset=place * params.n,
-            )
-            for place, prompt in enumerate(prompts)
+            self._request(body, record, request_id, prompt, params, adapter, choice_offset=place * params.n)
+            for place, (prompt, request_id) in enumerate(zip(prompts, engine_ids, strict=True))
         ]
         return Job(
             id=answer_id,
