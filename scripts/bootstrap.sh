@@ -2,7 +2,7 @@
 # Bring .venv and the demo model up to date. Usage: scripts/bootstrap.sh serve|test
 #
 #   serve  core and the plugins that this machine can use
-#   test   everything that requirements-dev.txt lists
+#   test   everything that requirements-dev.txt and requirements-flashinfer.txt list
 #
 # Does nothing, in a fraction of a second, when nothing has changed. Set PYTHON to choose the interpreter.
 set -euo pipefail
@@ -51,7 +51,7 @@ make_venv() {
 
 # Changes when what is to be installed does: the lists, the interpreter, a GPU, the place of the checkout.
 stamp_of() {
-  { cat scripts/bootstrap.sh constraints.txt requirements-dev.txt core/pyproject.toml plugins/*/pyproject.toml
+  { cat scripts/bootstrap.sh constraints.txt requirements-*.txt core/pyproject.toml plugins/*/pyproject.toml
     "$venv/bin/python" --version
     pwd
     if has_gpu; then echo gpu; fi
@@ -85,6 +85,9 @@ install() {
   # Editable builds share the hatchling just installed: an isolated build each would take most of the time.
   # shellcheck disable=SC2046
   "${pip[@]}" install --quiet --no-build-isolation -c constraints.txt $(requirements "$1")
+  if [[ $1 == test ]]; then
+    "${pip[@]}" install --quiet --no-deps -r requirements-flashinfer.txt
+  fi
   printf '%s' "$stamp" >"$stamp_file"
 }
 

@@ -81,6 +81,13 @@ def test_development_tools_are_pinned() -> None:
     assert {canonicalize_name(r.name) for r in listed("requirements-dev.txt")} <= set(CONSTRAINTS)
 
 
+def test_flashinfer_is_pinned_to_what_its_plugin_takes() -> None:
+    versions = {requirement.name: requirement.specifier for requirement in listed("requirements-flashinfer.txt")}
+    pins = {name: [part.version for part in specifier if part.operator == "=="] for name, specifier in versions.items()}
+    assert all(pins.values()), pins
+    assert CONSTRAINTS["flashinfer-python"].specifier.contains(pins["flashinfer-python"][0])
+
+
 def test_torch_and_triton_have_a_ceiling() -> None:
     """Without one, pip takes builds of several gigabytes, or a triton that torch was not made for."""
     for name in ("torch", "triton"):
