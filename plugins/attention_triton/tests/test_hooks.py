@@ -37,6 +37,16 @@ def test_unsupported_says_why(capability: tuple[int, int] | None, triton: str | 
     assert (reason in (found or "")) if reason else found is None
 
 
+def test_a_machine_without_a_c_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles its launcher with one, at the first launch: too late to say it."""
+    here = machine((9, 0), {"triton": "3.6.0"})
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CC", "cc")
+    assert hooks.unsupported(here) is None
+    monkeypatch.delenv("CC")
+    assert "C compiler" in (hooks.unsupported(here) or "")
+
+
 def test_the_entry_point_is_named_triton_and_its_providers_too() -> None:
     """`--plugins triton` and `--attention triton`; ahead of core's own on a GPU."""
     points = tomllib.loads(PROJECT.read_text())["project"]["entry-points"]["enginectl"]

@@ -42,6 +42,7 @@ class Spec:
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    enable_fp_fusion: bool = True
 
 
 Specs = Callable[[int, Sequence[str]], Iterable[Spec]]
@@ -93,7 +94,11 @@ def compile_spec(spec: Spec, capability: int) -> Any:
     aligned = [name for name in names if (name in spec.pointers or "stride" in name) and name not in plain]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=spec.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True}
+    options = {
+        "num_warps": spec.num_warps,
+        "num_stages": spec.num_stages,
+        "enable_fp_fusion": spec.enable_fp_fusion,
+    }
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

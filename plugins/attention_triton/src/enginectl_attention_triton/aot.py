@@ -173,6 +173,7 @@ def _op_specs(dtype: str) -> Iterator[Spec]:
             (),
             {"SIZE": 128256, "BITS": 36, "BLOCK": SAMPLE_BLOCK},
             SAMPLE_WARPS,
+            enable_fp_fusion=False,
         )
 
 

@@ -85,8 +85,13 @@ def attend_kernel(
     before = seq_len - num_queries
 
     m = tl.arange(0, BLOCK_M)
-    query = first_query + m // HEADS_PER_KV
-    head = kv_head * HEADS_PER_KV + m % HEADS_PER_KV
+    if QUERIES == 1:  # no division, and rows that differ in their head only
+        in_tile = tl.zeros([BLOCK_M], tl.int32)
+        head = kv_head * HEADS_PER_KV + m
+    else:
+        in_tile = m // HEADS_PER_KV
+        head = kv_head * HEADS_PER_KV + m % HEADS_PER_KV
+    query = first_query + in_tile
     used = (m < QUERIES * HEADS_PER_KV) & (query < num_queries)
     position = before + query
     d = tl.arange(0, BLOCK_D)
@@ -153,7 +158,7 @@ def attend_kernel(
     store = used[:, None] & (dv < V_HEAD_DIM)[None, :]
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
     if IS_SPLIT:
-        place = ((tile * QUERIES + m // HEADS_PER_KV).to(tl.int64) * NUM_HEADS + head) * tl.num_programs(2) + split
+        place = ((tile * QUERIES + in_tile).to(tl.int64) * NUM_HEADS + head) * tl.num_programs(2) + split
         tl.store(partial_lse + place, peak + tl.log2(total), mask=used)
         tl.store(partial + place[:, None] * V_HEAD_DIM + dv[None, :], acc, mask=store)
     else:

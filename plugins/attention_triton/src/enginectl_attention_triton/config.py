@@ -66,13 +66,13 @@ class Shape:
 
 # Keyed by the head size up to which they hold. fp32 has no tensor cores with exact products: its tiles are small.
 _NARROW_16 = {64: Tile(0, 64, 4, 3), 128: Tile(0, 64, 4, 3), 256: Tile(0, 32, 4, 2)}
-_NARROW_32 = {64: Tile(0, 32, 8, 3), 128: Tile(0, 16, 8, 2), 256: Tile(0, 16, 8, 2)}
+_NARROW_32 = {64: Tile(0, 32, 8, 3), 128: Tile(0, 16, 8, 3), 256: Tile(0, 16, 8, 2)}
 _WIDE_32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 16, 8, 3), 256: Tile(16, 16, 8, 2)}
 _WIDE_16 = {
     80: {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2)},
     86: {64: Tile(128, 64, 8, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 16, 8, 2)},
     90: {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
-    100: {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    100: {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
 }
 _FAMILIES = {80: 80, 86: 86, 90: 90, 100: 100, 120: 86}
 """The table's entry from a capability on. Consumer cards share sm_86's, whose shared memory is the smallest."""

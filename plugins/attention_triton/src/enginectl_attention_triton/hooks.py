@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 
 from enginectl.context import Machine
@@ -29,6 +31,8 @@ def unsupported(machine: Machine) -> str | None:
         return "needs triton>=3.6, which is not installed; pip install -c constraints.txt triton"
     if _release(version) < MIN_TRITON:
         return f"needs triton>=3.6, found {version}; pip install -c constraints.txt -U triton"
+    if not os.environ.get("CC") and shutil.which("gcc") is None and shutil.which("clang") is None:
+        return "needs a C compiler, with which Triton builds what launches a kernel: install gcc or clang, or set CC"
     return None
 
 

@@ -107,7 +107,7 @@ def expand_kernel(
         is_column = column < end
         r = tl.arange(0, BLOCK_R)
         ranked_at = ranked + at.to(tl.int64)[:, None] * WIDTH + part * RANK
-        split_stride = num_tokens.to(tl.int64) * WIDTH
+        split_stride = num_tokens * WIDTH
         up_at = up + slot.to(tl.int64) * (OUT_SIZE * RANK) + column[None, :] * RANK
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for _ in range(0, RANK, BLOCK_R):
