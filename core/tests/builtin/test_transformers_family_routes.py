@@ -270,7 +270,12 @@ def test_what_is_kept_comes_in_the_order_asked(name: str, loaded: Loaded) -> Non
     assert steps.run(step).shape == (0, VOCAB_SIZE)
 
 
-def test_adapters_are_not_offered(loaded: Loaded) -> None:
-    """Their hooks expect a whole step; an adapter backend refuses a model without linears."""
-    assert not loaded("qwen3_next").linear_sites()
-    assert not loaded("bloom").linear_sites()
+def test_linears_are_offered_but_those_that_see_other_rows(loaded: Loaded) -> None:
+    """An adapter's part is laid out by the tokens of a step; doge's dt_proj is given all tokens so far."""
+    found = {name for site in loaded("doge").linear_sites() for name in site.modules}
+    assert "model.layers.0.self_attn.v_proj" in found
+    assert not [name for name in found if name.endswith("dt_proj")]
+    assert not [name for name in found if "lm_head" in name]
+    assert "model.layers.0.linear_attn.out_proj" in {
+        name for site in loaded("qwen3_next").linear_sites() for name in site.modules
+    }

@@ -99,7 +99,7 @@ def run_largest_step(
         spread(largest.num_tokens, 1, largest.max_model_len),
         np.ones(min(largest.num_rows, largest.num_tokens), np.int32),
     ):
-        _run(model, attention, counts, largest, None)
+        _run(model, attention, counts, largest, adapters)
     model.bind(kv, 1)
 
 

@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -230,8 +231,16 @@ class LocalRunner(Executor):
                 batch=inputs.batch,
                 rows=plan.rows,
                 keep_host=packed.keep,
+                begin_adapters=None if slots is None else partial(self._begin_adapters, packed, slots),
             )
         )
+
+    def _begin_adapters(self, packed: Packed, slots: torch.Tensor, first: int, last: int) -> bool:
+        """Tokens [first, last) of the step have a forward of their own. Returns whether any has an adapter."""
+        assert self._adapters is not None, "a token has a slot"
+        has_any = bool((self.rows.adapter_slots[packed.token_rows[first:last]] >= 0).any())
+        self._adapters.begin_step(slots[first:last] if has_any else None)
+        return has_any
 
     # -- finish --------------------------------------------------------------------------------------------------
 

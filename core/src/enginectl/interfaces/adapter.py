@@ -87,5 +87,6 @@ class AdapterBackend(ABC):
     def begin_step(self, slots: Tensor | None) -> None:
         """The slot of each token of the coming forward, [num_tokens] int32, -1 for none; None: nobody uses one.
 
-        Called: once per step, before the forward; where steps are replayed, once when one is recorded, with -1 throughout.
+        Called: once per step, before the forward; where steps are replayed, once when one is recorded, with -1 throughout;
+        again before each part of a step, with its tokens, where the model takes it apart.
         """

@@ -60,9 +60,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ForwardInput:
     """One step for the model, packed. token_ids, positions: [num_tokens] int64. keep: [num_kept] int64, the tokens
     whose next-token logits are wanted. plan: the attention backend's. adapter_slots: [num_tokens] int32 or None when
-    no token uses an adapter. For models whose `reads_rows` is true: batch is what the plan was prepared from, keep_host is
-    keep on the host, and rows [num_seqs] int32 are the places its sequences hold in the persistent batch. A sequence keeps its row until it ends or is
-    preempted, and is computed from position 0 again whenever it gets one.
+    no token uses an adapter.
+
+    For models whose `reads_rows` is true: batch is what the plan was prepared from, keep_host is keep on the host, and rows
+    [num_seqs] int32 are the places its sequences hold in the persistent batch. A sequence keeps its row until it ends or is
+    preempted, and is computed from position 0 again whenever it gets one. begin_adapters: for a model that takes the step
+    apart: `begin_adapters(first, last)` before a forward of the tokens [first, last) alone says whether any has an adapter.
+    It is None where adapter_slots is.
     """
 
     token_ids: Tensor
@@ -73,6 +77,7 @@ class ForwardInput:
     batch: AttentionBatch | None = None
     rows: NDArray[np.int32] | None = None
     keep_host: NDArray[np.int64] | None = None
+    begin_adapters: Callable[[int, int], bool] | None = None
 
 
 @dataclass(slots=True)

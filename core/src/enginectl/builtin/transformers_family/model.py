@@ -37,11 +37,11 @@ class TransformersModel(Model):
         if type(head) is nn.Linear:
             head = Float32Head(head)
             module.set_output_embeddings(head)
-        self._head = head
         self._hidden: Tensor | None = None
         self._hook = head.register_forward_pre_hook(self._keep_hidden)
         self._step = bridge.Step()
         self._repeating = bridge.connect(found.callers, self._step)
+        self.sites = Sites(module, head)
 
     @classmethod
     def probing(cls, model_class: Any) -> str:
@@ -66,6 +66,10 @@ class TransformersModel(Model):
         if self.module.config._attn_implementation != self.implementation:
             self.module.set_attn_implementation(self.implementation)
 
+    def linear_sites(self) -> Sequence[LinearSite]:
+        """Every linear module but the head, what is in a mixture, and what sees other rows than a step's tokens."""
+        return self.sites.found
+
     def logits(self, kept: Kept, rows: Tensor | None = None) -> Tensor:
         """A copy of the forward's logits, which the caller may change."""
         assert kept.logits is not None, "these rows are not from this model's forward"
@@ -80,6 +84,7 @@ class TransformersModel(Model):
     def _call(self, plan: Any, **inputs: Any) -> Kept:
         """One forward of the module: the kept rows' hidden states and logits, soft cap and scaling included."""
         self._step.plan = plan
+        self.sites.num_tokens = inputs["input_ids"].numel()
         for site in self._repeating:
             site.turn = 0
         try:
@@ -94,22 +99,14 @@ class PackedModel(TransformersModel):
 
     route = "packed"
 
-    def __init__(self, module: Any, spec: ModelSpec, found: Probe) -> None:
-        super().__init__(module, spec, found)
-        self._sites = Sites(module, self._head)
-
     @classmethod
     def examine(cls, module: Any, *, device: str) -> Probe:
         """Every layer must call the attention interface."""
         return probe.probe(module, device=device)
 
-    def linear_sites(self) -> Sequence[LinearSite]:
-        """Every linear module but the head and what is in a mixture."""
-        return self._sites.found
-
     def forward(self, step: ForwardInput) -> Kept:
         """One packed forward."""
-        self._sites.switch(step.adapter_slots is not None)
+        self.sites.switch(step.adapter_slots is not None)
         return self._call(
             step.plan,
             input_ids=step.token_ids.unsqueeze(0),

@@ -36,7 +36,7 @@ class Part:
 
 
 class PartedModel(TransformersModel):
-    """One forward for each part of a step. Adapters are not offered: their hooks expect the tokens of a whole step."""
+    """One forward for each part of a step."""
 
     reads_rows = True
 
@@ -54,6 +54,7 @@ class PartedModel(TransformersModel):
         assert batch is not None, "the engine tells models that read rows what they are"
         assert rows is not None, "the engine tells models that read rows what they are"
         spans = self.cut(batch)
+        self.sites.switch(step.adapter_slots is not None)
         if len(spans) == 1:
             return self.run(part_of(step, batch, rows, spans[0], is_whole=True), step.keep)
         keep = step.keep.cpu().numpy() if step.keep_host is None else step.keep_host
@@ -63,6 +64,8 @@ class PartedModel(TransformersModel):
             first, last = batch.query_start_host[list(span)].tolist()
             inside = np.flatnonzero((keep >= first) & (keep < last))
             part = part_of(step, batch, rows, span, is_whole=False)
+            if step.begin_adapters is not None:
+                self.sites.switch(step.begin_adapters(first, last))
             kept.append(self.run(part, to_device(keep[inside] - first, device)))
             order.append(inside)
         return in_order(kept, to_device(np.argsort(np.concatenate(order)), device))

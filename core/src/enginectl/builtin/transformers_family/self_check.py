@@ -36,7 +36,8 @@ def self_check(model: TransformersModel, *, device: str, dtype: torch.dtype) -> 
     prompts = [torch.randint(model.spec.vocab_size, (length,), generator=random) for length in LENGTHS]
     try:
         with torch.inference_mode():
-            ours = paged_logits(model, prompts, device, dtype)
+            with model.sites.watching():
+                ours = paged_logits(model, prompts, device, dtype)
             stock = stock_logits(model, prompts, device)
     except Exception as error:
         raise ModelError("it raises when it is compared with the library's own forward") from error

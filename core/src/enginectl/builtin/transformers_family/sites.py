@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ class Sites:
 
     def __init__(self, module: nn.Module, head: nn.Module) -> None:
         self.found: list[LinearSite] = []
+        self.num_tokens = 0
+        """Of the forward that runs."""
+        self._module = module
         self._connected: list[tuple[nn.Module, Callable[[nn.Module, Any, Tensor], Tensor]]] = []
         self._handles: list[RemovableHandle] = []
         self._is_on = False
@@ -38,6 +42,30 @@ class Sites:
             self._connected.append((part, hook))
 
         return connect
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Take back what is offered of a linear that, in a forward until the end, does not see one row for each token.
+
+        Some compute from keys and values of all tokens so far; what adapters add is laid out by the tokens of the step.
+        """
+        strange: set[str] = set()
+
+        def look(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                if inputs[0].shape[:-1].numel() != self.num_tokens:
+                    strange.add(name)
+
+            return hook
+
+        parts = dict(self._module.named_modules())
+        handles = [parts[name].register_forward_pre_hook(look(name)) for site in self.found for name in site.modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.found = [site for site in self.found if site.modules[0] not in strange]
 
     def switch(self, on: bool) -> None:
         """Whether the next forward passes through what is connected."""
