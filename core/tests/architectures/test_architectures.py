@@ -12,8 +12,17 @@ import pytest
 
 from enginectl.errors import ModelError
 from enginectl.testing.architecture_check import reference, serve, traits_of
-from enginectl.testing.architectures import ARCHITECTURES, FAST, ONE_BY_ONE, REFUSALS, save_architecture, save_refusal
+from enginectl.testing.architectures import (
+    ARCHITECTURES,
+    FAST,
+    ONE_BY_ONE,
+    REFUSALS,
+    STATES,
+    save_architecture,
+    save_refusal,
+)
 from enginectl.testing.attention_mutants import lost_block, window_off_by_one, zeroed
+from enginectl.testing.route_mutants import mixed_pages, mixed_states, stale_states
 
 Tokens = list[list[int]]
 
@@ -30,6 +39,8 @@ OURS = marked(
     fast=("llama", "mistral", "gemma2"),
 )
 """Those whose attention is a backend's, which can be broken."""
+WITH_STATE = marked((name for name, each in ARCHITECTURES.items() if each.route == STATES), fast=("mamba2", "jamba"))
+BY_THEMSELVES = marked((name for name, each in ARCHITECTURES.items() if each.route == ONE_BY_ONE), fast=("bloom",))
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +88,21 @@ def test_broken_attention_fails(name: str, saved: Callable[[str], Path], expecte
     for mutant in mutants:
         served = serve(saved(name), whole_prompts=ARCHITECTURES[name].whole_prompts, mutant=mutant)
         assert wrong(served.tokens, expected(name)), f"{mutant.__name__} is not noticed"
+
+
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_broken_states_fail(name: str, saved: Callable[[str], Path], expected: Callable[[str], Tokens]) -> None:
+    """Law 1: the same for what is kept beside the pages: states of other rows, and of a row's holder before."""
+    for spoil in (mixed_states, stale_states):
+        served = serve(saved(name), whole_prompts=ARCHITECTURES[name].whole_prompts, spoil=spoil)
+        assert served.num_preemptions > 0
+        assert wrong(served.tokens, expected(name)), f"{spoil.__name__} is not noticed"
+
+
+@pytest.mark.parametrize("name", BY_THEMSELVES)
+def test_mixed_pages_fail(name: str, saved: Callable[[str], Path], expected: Callable[[str], Tokens]) -> None:
+    """Law 1: the same for models that read the pages themselves."""
+    assert wrong(serve(saved(name), spoil=mixed_pages).tokens, expected(name))
 
 
 def wrong(found: Tokens, expected: Sequence[list[int]]) -> bool:

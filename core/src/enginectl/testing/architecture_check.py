@@ -27,6 +27,7 @@ from enginectl.testing.free_executor import Answers, free_request
 from enginectl.types import SamplingParams
 
 Mutant = Callable[[Provider], Provider]
+Spoil = Callable[[Model], None]
 
 NUM_TOKENS = 12
 TOKEN_BUDGET = 16
@@ -64,10 +65,11 @@ class _Counting(PassingAttention):
 
 
 class _Keeping(ModelFamily):
-    """A family that keeps the model it has loaded."""
+    """A family that keeps the model it has loaded, spoilt."""
 
-    def __init__(self, inner: ModelFamily) -> None:
+    def __init__(self, inner: ModelFamily, spoil: Spoil) -> None:
         self.inner = inner
+        self.spoil = spoil
         self.needs_op_set = inner.needs_op_set
         self.model: Model | None = None
 
@@ -82,11 +84,16 @@ class _Keeping(ModelFamily):
     def load(self, checkpoint: Checkpoint, ctx: BuildContext) -> Model:
         """As the family."""
         self.model = self.inner.load(checkpoint, ctx)
+        self.spoil(self.model)
         return self.model
 
 
 def _unchanged(provider: Provider) -> Provider:
     return provider
+
+
+def _unspoilt(model: Model) -> None:
+    """It stays as it was loaded."""
 
 
 def serve(
@@ -96,15 +103,19 @@ def serve(
     depth: int = 0,
     whole_prompts: bool = False,
     mutant: Mutant = _unchanged,
+    spoil: Spoil = _unspoilt,
 ) -> Served:
-    """Generate from `prompts()`. mutant: what the attention provider becomes. Raises EnginectlError if refused."""
+    """Generate from `prompts()`. Raises EnginectlError if refused.
+
+    mutant: what the attention provider becomes. spoil: what is done to the model when it has been loaded and checked.
+    """
     host = PluginHost(only_named=True)
     families: list[_Keeping] = []
     backends: list[_Counting] = []
 
     def keeping(provider: Provider) -> Provider:
         def build(ctx: BuildContext) -> ModelFamily:
-            families.append(_Keeping(provider.build(ctx)))
+            families.append(_Keeping(provider.build(ctx), spoil))
             return families[-1]
 
         return dataclasses.replace(provider, factory=build)

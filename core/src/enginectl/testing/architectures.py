@@ -422,7 +422,9 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
         torch.manual_seed(seed)
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # states last for some tokens, not for one
+                parameter -= 3.0
             if parameter.ndim == 1:  # norms and biases start at constants, which would hide that one is left out
                 parameter += torch.randn(parameter.shape, generator=random) * 0.1
     return model.eval()

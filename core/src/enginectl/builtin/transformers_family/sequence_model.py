@@ -24,7 +24,7 @@ class SequenceModel(PartedModel):
     def __init__(self, module: Any, spec: ModelSpec, found: Probe) -> None:
         super().__init__(module, spec, found)
         self.implementation = self.stock = self.probing(module)
-        self._cache = pages.paged_cache(module.config)
+        self.cache = pages.paged_cache(module.config)
         self._cache_name = cache_argument(module)
 
     @classmethod
@@ -44,11 +44,11 @@ class SequenceModel(PartedModel):
 
     def bind(self, kv: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> None:
         """Keep the pages."""
-        pages.bind(self._cache, kv)
+        pages.bind(self.cache, kv)
 
     def run(self, part: Part, keep: Tensor) -> Kept:
         """Show the module this sequence's pages, and run."""
-        for layer in self._cache.layers:
+        for layer in self.cache.layers:
             layer.open(part.batch)
         return self._call(
             None,
@@ -56,7 +56,7 @@ class SequenceModel(PartedModel):
             position_ids=part.positions,
             use_cache=True,
             logits_to_keep=keep,
-            **{self._cache_name: self._cache},
+            **{self._cache_name: self.cache},
         )
 
 

@@ -22,6 +22,7 @@ class StateModel(PartedModel):
     """Rows with a single token share a forward, `[rows, 1]`; every other row has one of its own, `[1, tokens]`."""
 
     route = "state pool"
+    pool_type: type[StatePool] = StatePool
 
     def __init__(self, module: Any, spec: ModelSpec, found: Probe) -> None:
         super().__init__(module, spec, found)
@@ -41,7 +42,7 @@ class StateModel(PartedModel):
 
     def bind(self, kv: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> None:
         """Make the pool."""
-        self._pool = StatePool(self._cache, self._states, num_rows, str(self.module.device))
+        self._pool = self.pool_type(self._cache, self._states, num_rows, str(self.module.device))
 
     def cut(self, batch: AttentionBatch) -> list[tuple[int, int]]:
         """Single tokens come first, and run together."""

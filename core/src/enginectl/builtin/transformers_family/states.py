@@ -150,8 +150,12 @@ class StatePool:
             raise RuntimeError(
                 f"row {rows[lost]} has no state after {num_computed[lost]} tokens, only after {lengths[lost]}"
             )
-        at = self._tensor(np.where(is_first, 0, 1 + rows * PLACES + holds.argmax(1)))
-        has_state = not bool(is_first.all())
+        places = np.where(is_first, 0, 1 + rows * PLACES + holds.argmax(1))
+        self.fetch(rows, places, has_state=not bool(is_first.all()))
+
+    def fetch(self, rows: NDArray[np.int32], places: NDArray[np.integer[Any]], *, has_state: bool) -> None:
+        """Put copies of what is in the places into the cache. has_state: some row has read tokens."""
+        at = self._tensor(places)
         for layer in self._layers:
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, has_state)
         for layer, kind, index, states in self._states:
