@@ -9,6 +9,7 @@ import pytest
 
 from enginectl.engine.grammar import _CACHE_SIZE, GrammarHost
 from enginectl.errors import RequestError
+from enginectl.interfaces.grammar import GrammarMatcher
 from enginectl.testing.toys import CycleGrammar
 from enginectl.types import StructuredOutputs
 
@@ -93,3 +94,32 @@ def test_closing_ends_what_waits() -> None:
     host.close()
     backend.gate.set()
     assert sum(future.exception(10) is None for future in waiting) <= 2
+
+
+class _Panic(BaseException):
+    """What a compiled library raises when it gives up."""
+
+
+class Panics(CycleGrammar):
+    """Gives up while it compiles, or when a state is wanted."""
+
+    def __init__(self, *, compiles: bool) -> None:
+        super().__init__(16, [2])
+        self.compiles = compiles
+
+    def compile(self, spec: StructuredOutputs) -> object:
+        if not self.compiles:
+            raise _Panic("unreachable")
+        return super().compile(spec)
+
+    def matcher(self, compiled: object) -> GrammarMatcher:
+        raise _Panic("unreachable")
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_panic_ends_those_who_wait_and_no_thread(compiles: bool) -> None:
+    """Law 22: it took the compiling thread along, its request waited for ever, and the next one ended the loop."""
+    host = GrammarHost({"panics": Panics(compiles=compiles)})
+    for _ in range(3):
+        assert isinstance(host.start(READY).exception(10), _Panic)
+    host.close()

@@ -26,6 +26,7 @@ from enginectl.errors import StepError
 from enginectl.interfaces.executor import StepHandle, StepPlan
 from enginectl.interfaces.model import Kept
 from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch
+from enginectl.testing.toys import ConstantSpeculator
 from enginectl.types import RequestOutput
 
 Reference = Callable[[str, Sequence[int], int], list[int]]
@@ -136,6 +137,27 @@ def test_the_host_launches_the_next_step_before_it_knows_a_token(
     assert late.events[:2] == ["launch", "launch"]
     assert set(late.waits_per_launch()) == {0, 1}
     assert late.waits_per_launch().count(0) == 1, "the host is one step ahead all the time"
+
+
+def test_the_host_stays_ahead_while_nobody_gets_drafts(late: LateReadback, tiny: Callable[[str], Path]) -> None:
+    """Rows that want none, and steps that only read prompts, were waited for as if drafts were on their way."""
+    options: dict[str, Any] = {"max_num_seqs": 4, "overlap_depth": 1, "max_num_batched_tokens": 16, **COMMON}
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, speculation="off")
+    with Engine(str(tiny("llama")), speculator=ConstantSpeculator(), **options) as engine:
+        engine.generate(some_prompts(4), params)
+        assert late.waits_per_launch().count(0) == 1
+        launched, launch = list[StepPlan](), engine.core._launch
+
+        def noted(plan: StepPlan) -> StepHandle:
+            launched.append(plan)
+            return launch(plan)
+
+        engine.core._launch = noted
+        engine.generate([list(range(3, 67))], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    reads = [plan.has_drafts for plan in launched if not plan.samples.any()]
+    assert len(reads) >= 3
+    assert not any(reads)
+    assert any(plan.has_drafts for plan in launched)
 
 
 SEEDED = SamplingParams(temperature=1.0, seed=3, top_k=40, top_p=0.9, max_tokens=20, ignore_eos=True)

@@ -214,6 +214,17 @@ def test_a_request_says_how_many_drafts_it_takes(model: Path) -> None:
             assert (engine.stats().num_drafted > 0) == (most > 0)
 
 
+def test_a_row_that_stops_takes_its_drafts_along(model: Path) -> None:
+    """Those proposed behind its last token stayed, and every later step of other rows looked for drafts."""
+    with engine_of(model, speculator=ConstantSpeculator()) as engine:
+        plain = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, speculation="off")
+        last = engine.generate([[5, 6]], plain)[0].outputs[0].token_ids[-1]
+        stopped = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, stop_token_ids=(last,))
+        assert engine.generate([[5, 6]], stopped)[0].outputs[0].finish_reason == "stop"
+        assert engine.stats().num_drafted > 0
+        assert not engine.core.table.num_drafts.any()
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_hidden_rows_are_those_that_predicted_the_last_token(depth: int, model: Path) -> None:
     """A speculator that reads hidden states gets the row behind the last verified token, accepted drafts or not."""

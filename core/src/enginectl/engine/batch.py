@@ -100,6 +100,7 @@ class RowTable:
         self.is_closing[row] = True
         self.num_closing += 1
         self.num_published[row] = ALL_PUBLISHED
+        self.num_drafts[row] = 0
         self.order = self.order[self.order != row]
         self._columns = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -74,7 +74,7 @@ def _begin(matcher: Future[GrammarMatcher], compiled: Future[_Compiled]) -> None
     try:
         backend, constraint = compiled.result()
         matcher.set_result(backend.matcher(constraint))
-    except (Exception, CancelledError) as error:
+    except BaseException as error:  # panics of compiled libraries are no Exception; nobody may wait for ever
         matcher.set_exception(error)
 
 

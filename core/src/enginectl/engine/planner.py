@@ -275,7 +275,8 @@ class Planner:
         samples = drafts >= 0
         np.maximum(drafts, 0, out=drafts)
         limits = self._draft_limits(rows, counts, drafts, samples)
-        has_drafts = limits is not None or (not is_decode and bool(drafts.any()))
+        proposes = limits is not None and bool(limits.any())
+        has_drafts = proposes or (not is_decode and bool(drafts.any()))
         if limits is None:
             limits = self._no_drafts[: rows.size]
         plan = StepPlan(rows, computed, counts, drafts, samples, limits, is_decode=is_decode, has_drafts=has_drafts)
@@ -297,7 +298,7 @@ class Planner:
         if not self._max_drafts:
             return None
         if controller is None:
-            return self._useful_drafts(rows, drafts)
+            return self._useful_drafts(rows, drafts) * samples
         # Prompts that go on, or wait, fill the next step too.
         if samples.all():
             waits = len(self.scheduler) and t.num_free_rows
