@@ -64,6 +64,19 @@ def test_every_section_runs_without_a_gpu_and_a_second_run_has_nothing_to_do(tmp
     assert "dry run: nothing was measured" in again.stdout
 
 
+def test_results_of_a_dry_run_never_count_as_those_of_a_gpu(tmp_path: Path) -> None:
+    """Both go to the same folder unasked: a run on a GPU found every section done and ended at once."""
+    check = import_module("check")
+    (tmp_path / "results.json").write_text('{"steps": {"dry_run": true, "ok": true, "rows": []}}')
+    args = argparse.Namespace(
+        out=tmp_path, wheels=None, flashinfer_modules=None, again=False, dry_run=False, patience=1.0
+    )
+    with pytest.raises(SystemExit, match="a dry run"):
+        check.Run(args, time.monotonic() + 60)
+    args.dry_run = True
+    assert check.Run(args, time.monotonic() + 60).has_ended("steps")
+
+
 def test_an_unknown_section_is_an_error(tmp_path: Path) -> None:
     """With the names there are."""
     found = run(tmp_path, "--sections", "kernles")

@@ -155,6 +155,9 @@ class Run:
         self.environ = environment_of(args.wheels, args.flashinfer_modules)
         self.file = self.out / "results.json"
         self.results: Results = json.loads(self.file.read_text()) if self.file.exists() else {}
+        if any(found["dry_run"] != args.dry_run for found in self.results.values()):
+            kind = "a GPU" if args.dry_run else "a dry run"
+            raise SystemExit(f"{self.file} holds results of {kind}, which would count as these; give another --out")
         for name in SECTIONS:  # of a call that was itself ended
             if rows_file(self.out, name).exists():
                 self.gather(name, "was ended with the call")
