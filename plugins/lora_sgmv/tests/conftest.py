@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,7 @@ def signed(root: Path, prompt: list[int]) -> Callable[[int], Signed]:
     """`signed(count)`: so many versions, made anew."""
 
     def make(count: int) -> Signed:
-        directory = root / f"signed{count}"
-        directory.mkdir()
+        directory = Path(tempfile.mkdtemp(dir=root))
         versions = write_versions(directory, count)
         return versions, sign_all(versions, prompt)
 
