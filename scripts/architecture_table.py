@@ -26,7 +26,8 @@ from gen_reference import PAGES, generate
 
 from enginectl.errors import EnginectlError
 from enginectl.testing.architecture_check import reference, serve, traits_of
-from enginectl.testing.architectures import ARCHITECTURES, REFUSALS, save_architecture, save_refusal
+from enginectl.testing.architectures import ARCHITECTURES, REFUSALS
+from enginectl.testing.tiny_models import save_refusal, save_tiny_model
 
 RESULTS = PAGES / "architectures.json"
 
@@ -34,7 +35,7 @@ RESULTS = PAGES / "architectures.json"
 def check(name: str, directory: Path) -> dict[str, Any]:
     """The result of an architecture: by which route it is served, at both depths, and whether it is exact."""
     architecture = ARCHITECTURES[name]
-    path = save_architecture(name, directory)
+    path = save_tiny_model(name, directory, tokenizer=False)
     expected = reference(path)
     found: dict[str, Any] = {"type": architecture.model_type, "transformers": transformers.__version__}
     try:

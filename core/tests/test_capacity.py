@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from enginectl.capacity import KVLayer, bytes_per_token, capacity, carries_state, kv_dtype, kv_layers, probed
 from enginectl.cli.capacity import capacity_command
 from enginectl.errors import ConfigError, ModelError
-from enginectl.testing.architectures import ARCHITECTURES, STATES, config_of
+from enginectl.testing.architectures import ARCHITECTURES, STATES
+from enginectl.testing.tiny_models import tiny_config
 
 GIB = 2**30
 QWEN2_05B = {"num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
@@ -158,18 +159,18 @@ def test_capacity_imports_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.route == STATES])
 def test_every_recurrent_model_is_recognised(name: str) -> None:
-    assert carries_state(config_of(ARCHITECTURES[name]).to_dict())
+    assert carries_state(tiny_config(name).to_dict())
 
 
 def test_attention_models_are_not_probed() -> None:
     """Nor is torch imported for them."""
     for name in ("llama", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3", "bloom", "mpt", "gpt2", "phi3_longrope"):
-        assert not carries_state(config_of(ARCHITECTURES[name]).to_dict())
+        assert not carries_state(tiny_config(name).to_dict())
 
 
 def test_state_is_what_the_engine_counts() -> None:
     """Per row, times the rows; blocks get the rest, and layers that only carry a state store no keys."""
-    config = config_of(ARCHITECTURES["jamba"]).to_dict() | {"dtype": "float32"}
+    config = tiny_config("jamba").to_dict() | {"dtype": "float32"}
     spec = probed(config)
     assert spec.state_bytes_per_row > 0
     per_token = 2 * 2 * 8 * 4  # one of three layers attends, with two heads of 8
@@ -181,7 +182,7 @@ def test_state_is_what_the_engine_counts() -> None:
 
 
 def test_state_that_does_not_fit_is_said() -> None:
-    config = config_of(ARCHITECTURES["mamba2"]).to_dict()
+    config = tiny_config("mamba2").to_dict()
     spec = probed(config)
     result = capacity(config, 5 * spec.state_bytes_per_row, spec=spec, max_num_seqs=6)
     assert (result.num_sequences, result.num_blocks) == (0, 0)
@@ -204,7 +205,7 @@ def test_not_one_sequence_is_said() -> None:
 
 
 def test_the_command_counts_state(tmp_path: Path) -> None:
-    config_of(ARCHITECTURES["qwen3_next"]).save_pretrained(tmp_path)
+    tiny_config("qwen3_next").save_pretrained(tmp_path)
     arguments = [str(tmp_path), "--memory", "1GiB", "--max-num-seqs", "16", "--seq-len", "9999"]
     found = json.loads(CliRunner().invoke(_app(), [*arguments, "--json"]).output)
     assert found["state_bytes_per_row"] > 0

@@ -18,11 +18,10 @@ from enginectl.testing.architectures import (
     ONE_BY_ONE,
     REFUSALS,
     STATES,
-    save_architecture,
-    save_refusal,
 )
 from enginectl.testing.attention_mutants import lost_block, window_off_by_one, zeroed
 from enginectl.testing.route_mutants import mixed_pages, mixed_states, stale_states
+from enginectl.testing.tiny_models import save_refusal, save_tiny_model
 
 Tokens = list[list[int]]
 
@@ -46,7 +45,9 @@ BY_THEMSELVES = marked((name for name, each in ARCHITECTURES.items() if each.rou
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`saved(name)` is the directory of the architecture's model, made once."""
-    return functools.cache(lambda name: save_architecture(name, tmp_path_factory.mktemp("architectures") / name))
+    return functools.cache(
+        lambda name: save_tiny_model(name, tmp_path_factory.mktemp("architectures") / name, tokenizer=False)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,16 @@ from enginectl.engine.deferred import DeferredExecutor
 from enginectl.engine.runner import LocalRunner
 from enginectl.errors import OutOfMemoryError, UnsupportedError
 from enginectl.interfaces.sampler import LogitsProcessor, SampleBatch
+from enginectl.testing.architectures import ARCHITECTURES, ONE_BY_ONE, SOME_BY_ROUTE, STATES
 from enginectl.testing.dict_index import DictPrefixIndex
-from enginectl.testing.tiny_routes import ONE_SEQUENCE, STATE_POOL, route_model, save_route_model
+from enginectl.testing.tiny_models import save_tiny_model, tiny_model
 from enginectl.testing.toys import ConstantSpeculator
 
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-WHOLE = {"jamba", "mamba"}
-EVERY = sorted({**STATE_POOL, **ONE_SEQUENCE})
+WHOLE = {name for name, each in ARCHITECTURES.items() if each.whole_prompts}
+STATE_POOL, ONE_SEQUENCE = SOME_BY_ROUTE[STATES], SOME_BY_ROUTE[ONE_BY_ONE]
+EVERY = sorted((*STATE_POOL, *ONE_SEQUENCE))
 SOME = ["qwen3_next", "mamba2", "lfm2", "bloom", "gpt_neo"]
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 Directory = Callable[[str], Path]
@@ -34,7 +36,7 @@ Directory = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
     """`directory(name)` is that of a tiny model, written once."""
-    return cache(lambda name: save_route_model(name, tmp_path_factory.mktemp("models") / name))
+    return cache(lambda name: save_tiny_model(name, tmp_path_factory.mktemp("models") / name))
 
 
 def prompts(num: int = 7) -> list[list[int]]:
@@ -46,7 +48,7 @@ def prompts(num: int = 7) -> list[list[int]]:
 @cache
 def generated(name: str) -> list[tuple[int, ...]]:
     """What the library's own generation says, one prompt at a time."""
-    model = route_model(name)
+    model = tiny_model(name)
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts():
@@ -233,7 +235,7 @@ def test_memory_holds_the_state_of_every_row(directory: Directory) -> None:
     memory = state + 100_000
     with engine_of(directory("qwen3_next"), kv_cache_memory_bytes=memory) as engine:
         layout = engine.core.pool
-        block = 2 * 4 * 4 * 2 * 2 * 16  # layers x bytes x tokens x keys and values x heads x width
+        block = 4 * 4 * 2 * 2 * 16  # bytes x tokens x keys and values x heads x width, of one layer
         assert layout.num_blocks - 1 <= 100_000 // block
     with pytest.raises(OutOfMemoryError, match=r"recurrent state of --max-num-seqs 4 \("):
         engine_of(directory("qwen3_next"), kv_cache_memory_bytes=state - 1)

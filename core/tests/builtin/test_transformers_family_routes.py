@@ -20,16 +20,17 @@ from enginectl.builtin.weights.safetensors import SafetensorsCheckpoint
 from enginectl.context import BuildContext
 from enginectl.errors import ModelError
 from enginectl.interfaces.model import ForwardInput
+from enginectl.testing.architectures import ARCHITECTURES, ONE_BY_ONE, SOME_BY_ROUTE, STATES
 from enginectl.testing.attention import context_for, layer_spec
 from enginectl.testing.greedy import allocate, greedy_decode
 from enginectl.testing.paging import Pages
-from enginectl.testing.tiny_models import VOCAB_SIZE
-from enginectl.testing.tiny_routes import ONE_SEQUENCE, STATE_POOL, route_model, save_route_model
+from enginectl.testing.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_model
 
 PROMPT_LENGTHS = (3, 1, 21, 6)
 NUM_NEW = 14
-EVERY = sorted({**STATE_POOL, **ONE_SEQUENCE})
-WHOLE = {"jamba", "mamba"}
+STATE_POOL, ONE_SEQUENCE = SOME_BY_ROUTE[STATES], SOME_BY_ROUTE[ONE_BY_ONE]
+EVERY = sorted((*STATE_POOL, *ONE_SEQUENCE))
+WHOLE = {name for name, each in ARCHITECTURES.items() if each.whole_prompts}
 Loaded = Callable[[str], TransformersModel]
 
 
@@ -44,7 +45,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
     @cache
     def load(name: str) -> TransformersModel:
-        directory = save_route_model(name, tmp_path_factory.mktemp(name))
+        directory = save_tiny_model(name, tmp_path_factory.mktemp(name))
         return TransformersFamily().load(SafetensorsCheckpoint(directory), context())
 
     return load
@@ -58,7 +59,7 @@ def prompts() -> list[list[int]]:
 @cache
 def generated(name: str) -> list[list[int]]:
     """What the library's own generation says, one prompt at a time."""
-    model = route_model(name)
+    model = tiny_model(name)
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts():
@@ -104,7 +105,7 @@ def test_spec_from_the_config_is_that_of_the_loaded_model(name: str, loaded: Loa
 
 def test_states_are_counted() -> None:
     """All places of a row, convolution and scan, of every layer that has them."""
-    config = route_model("mamba2").config
+    config = tiny_model("mamba2").config
     width = config.expand * config.hidden_size
     conv = (width + 2 * config.n_groups * config.state_size) * config.conv_kernel
     scan = config.num_heads * config.head_dim * config.state_size
@@ -112,7 +113,7 @@ def test_states_are_counted() -> None:
 
 
 def spec_of(name: str) -> msgspec.Struct:
-    config = route_model(name).config.to_dict()
+    config = tiny_model(name).config.to_dict()
     checkpoint = SafetensorsCheckpoint.__new__(SafetensorsCheckpoint)
     checkpoint.path, checkpoint.config = Path("somewhere"), config
     return TransformersFamily().spec(checkpoint, context())

@@ -17,7 +17,7 @@ from enginectl.engine.runner import LocalRunner
 from enginectl.interfaces.model import ForwardInput, Kept
 from enginectl.kv_memory import MARGIN_BYTES, DeviceMemory, KVMemory
 from enginectl.machine import detect_machine
-from enginectl.testing.tiny_routes import save_route_model
+from enginectl.testing.tiny_models import save_tiny_model
 from enginectl.testing.toys import ConstantSpeculator
 
 
@@ -69,7 +69,7 @@ def measured(engine: Engine, seen: list[tuple[int, int]], beside: Sequence[Loade
 @pytest.mark.parametrize("name", ["qwen3_next", "bloom"])
 def test_models_that_read_rows_are_measured_too(name: str, tmp_path: Path) -> None:
     """The longest row by itself and as many single tokens as there are rows; their state was there, and counts once."""
-    path = save_route_model(name, tmp_path)
+    path = save_tiny_model(name, tmp_path)
     params, prompts = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), [[5, 6, 7], [8, 9]]
     options: dict[str, Any] = {"block_size": 4, "dtype": "float32", "num_threads": 1, "only_plugins": True}
     with Engine(str(path), max_num_seqs=4, max_num_batched_tokens=24, max_model_len=64, **options) as engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 
 from enginectl import Engine, SamplingParams
 from enginectl.errors import ConfigError
-from enginectl.testing.architectures import ARCHITECTURES, config_of, random_model, save_architecture
-from enginectl.testing.tiny_adapters import ATTENTION, MLP, greedy, save_adapter
+from enginectl.testing.architectures import ARCHITECTURES
+from enginectl.testing.tiny_adapters import ATTENTION, MLP, peft_greedy, save_adapter
+from enginectl.testing.tiny_models import save_tiny_model
 
 TARGETS = {
     "qwen3_next": [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
@@ -41,22 +41,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def save(name: str) -> Path:
         directory = tmp_path_factory.mktemp(name)
-        save_architecture(name, directory / "model")
+        save_tiny_model(name, directory / "model", tokenizer=False)
         for seed, adapter in enumerate("ab"):
-            module = random_model(config_of(ARCHITECTURES[name]))
-            save_adapter(module, directory / adapter, seed=seed, std=0.5, target_modules=TARGETS[name])
+            save_adapter(name, directory / adapter, seed=seed, std=0.5, target_modules=TARGETS[name])
         return directory
 
     return cache(save)
-
-
-def peft(name: str, adapter: Path | None) -> list[list[int]]:
-    from peft import PeftModel
-
-    module: Any = random_model(config_of(ARCHITECTURES[name]))
-    if adapter is not None:
-        module = PeftModel.from_pretrained(copy.deepcopy(module), adapter).eval()
-    return greedy(module, prompts(), NUM_TOKENS)
 
 
 def engine_of(directory: Path, *, whole_prompts: bool = False, **options: Any) -> Engine:
@@ -84,7 +74,10 @@ def test_rows_equal_peft(name: str, depth: int, saved: Callable[[str], Path]) ->
     """Law 3: rows with either adapter and with none share steps, prompts are read in chunks, rows give way."""
     directory = saved(name)
     used = [None, "a", "b", "b", "a", None]
-    expected = {adapter: peft(name, directory / adapter if adapter else None) for adapter in (None, "a", "b")}
+    expected = {
+        adapter: peft_greedy(name, directory / adapter if adapter else None, prompts(), NUM_TOKENS)
+        for adapter in (None, "a", "b")
+    }
     assert expected["a"] != expected[None] != expected["b"], "these adapters change nothing and prove nothing"
     with engine_of(directory, whole_prompts=ARCHITECTURES[name].whole_prompts, overlap_depth=depth) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -102,7 +95,6 @@ def test_rows_equal_peft(name: str, depth: int, saved: Callable[[str], Path]) ->
 
 def test_linears_that_see_more_than_the_steps_tokens_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """Law 21: doge computes its mask from the values of all tokens so far; what an adapter adds there is never lost."""
-    module = random_model(config_of(ARCHITECTURES["doge"]))
-    adapter = save_adapter(module, tmp_path / "adapter", target_modules=["dt_proj"])
+    adapter = save_adapter("doge", tmp_path / "adapter", target_modules=["dt_proj"])
     with pytest.raises(ConfigError, match="dt_proj"):
         engine_of(saved("doge"), lora_modules={"mine": str(adapter)})

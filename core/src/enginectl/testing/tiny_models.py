@@ -1,130 +1,44 @@
 """Tiny random models as directories: small enough for a test of seconds, and able to fail it.
 
-Embeddings are untied and weights wide (std 0.2), so that outputs do not repeat; windows are 8 and soft caps bite, so
-that a wrong mask or a missing cap changes tokens.
+Names are those of `enginectl.testing.architectures`. Embeddings are untied and weights wide (std 0.2), so that outputs do
+not repeat; windows are 8, soft caps bite and states last, so that a wrong mask, cap or state changes tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-VOCAB_SIZE = 320
-"""Room for the 256 bytes of the tokenizer and its special tokens."""
+from enginectl.testing.architectures import ARCHITECTURES, REFUSALS
+from enginectl.testing.architectures.kinds import BOS, COMMON, EOS, PAD, VOCAB_SIZE, WINDOW
 
-BOS, EOS, PAD = 256, 257, 258
-WINDOW = 8
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-}
-
-_RENAMED = frozenset(
-    [
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-    ]
-)
-"""What GPT-2 calls otherwise, or does not have."""
-
-_MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama"},
-    "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
-    "mistral": {"model_type": "mistral", "sliding_window": WINDOW},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen2_window": {
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": WINDOW,
-        "max_window_layers": 1,
-    },
-    "qwen3": {"model_type": "qwen3"},
-    "qwen2_moe": {
-        "model_type": "qwen2_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64,
-    },
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-    },
-    "gemma": {"model_type": "gemma"},
-    "gemma2": {
-        "model_type": "gemma2",
-        "sliding_window": WINDOW,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 4.0,
-        "query_pre_attn_scalar": 16,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "sliding_window": WINDOW,
-        "sliding_window_pattern": 2,
-        "query_pre_attn_scalar": 16,
-    },
-    "mixtral": {"model_type": "mixtral", **_MOE},
-    "olmo2": {"model_type": "olmo2"},
-    "phi3": {"model_type": "phi3"},
-    "smollm3": {"model_type": "smollm3"},
-    "granite": {"model_type": "granite", "logits_scaling": 2.0, "attention_multiplier": 0.3},
-    "llama4": {
-        "model_type": "llama4_text",
-        "attention_chunk_size": WINDOW,
-        "intermediate_size_mlp": 96,
-        "moe_layers": [1],
-        "attn_temperature_tuning": False,
-        "no_rope_layers": [1, 0, 1],
-        **_MOE,
-    },
-    "gpt_oss": {"model_type": "gpt_oss", "sliding_window": WINDOW, **_MOE},
-    "gpt2": {
-        "model_type": "gpt2",
-        "n_embd": 48,
-        "n_layer": 3,
-        "n_head": 6,
-        "n_positions": 256,
-        "n_inner": 96,
-    },
-}
-"""Name to what differs from the common configuration."""
+__all__ = [
+    "BOS",
+    "EOS",
+    "PAD",
+    "VOCAB_SIZE",
+    "WINDOW",
+    "save_byte_tokenizer",
+    "save_refusal",
+    "save_tiny_model",
+    "tiny_config",
+    "tiny_model",
+]
 
 
 def tiny_config(name: str, **changes: Any) -> Any:
     """The configuration object of a tiny model. changes: fields set last."""
     from transformers import CONFIG_MAPPING
 
-    values = dict(CONFIGS[name])
-    model_type = values.pop("model_type")
-    renamed = _RENAMED if model_type == "gpt2" else frozenset()
-    common = {key: value for key, value in _COMMON.items() if key not in renamed}
-    return CONFIG_MAPPING[model_type](**{**common, **values, **changes})
+    architecture = ARCHITECTURES[name]
+    kind = CONFIG_MAPPING[architecture.model_type]
+    known = {field.name for field in dataclasses.fields(kind)} | kind.attribute_map.keys()
+    common = {field: value for field, value in COMMON.items() if field in known - architecture.without}
+    return kind(**{**common, **architecture.values, **changes})
 
 
 def tiny_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
@@ -137,7 +51,9 @@ def tiny_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
         torch.manual_seed(seed)
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for field, parameter in model.named_parameters():
+            if field.endswith("A_log"):  # states last for some tokens, not for one
+                parameter -= 3.0
             if parameter.ndim == 1:  # norms and biases start at constants, which would hide that one is left out
                 parameter += torch.randn(parameter.shape, generator=random) * 0.1
     return model.eval()
@@ -151,6 +67,17 @@ def save_tiny_model(
     model.save_pretrained(directory)
     if tokenizer:
         save_byte_tokenizer(directory)
+    return directory
+
+
+def save_refusal(name: str, directory: Path) -> Path:
+    """Write the configuration that must be refused, and one tensor, since weights are not to be read. Returns the directory."""
+    from safetensors.torch import save_file
+    from transformers import CONFIG_MAPPING
+
+    refusal = REFUSALS[name]
+    CONFIG_MAPPING[refusal.model_type](**refusal.values).save_pretrained(directory)
+    save_file({"unread": torch.zeros(1)}, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

@@ -84,6 +84,7 @@ def test_defaults_are_the_library_s(model_type: str) -> None:
                 "rope_local_base_freq": 10000.0,
                 "rope_scaling": {"rope_type": "linear", "factor": 8.0},
                 "layer_types": ABSENT,
+                "sliding_window_pattern": 2,
             },
         ),
         ("qwen2_window", {"layer_types": ABSENT, "rope_theta": 10000.0}),
