@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from enginectl import plugins as plugins_module
-from enginectl.config_aliases import PACKAGES
 from enginectl.context import Machine
 from enginectl.errors import ConfigError, PluginError, UnsupportedError
+from enginectl.packages import PACKAGES
 from enginectl.plugins import PluginHost
 from enginectl.provider import Role
 
@@ -103,7 +103,7 @@ def test_one_of_ours_that_is_not_installed_names_its_package(monkeypatch: pytest
 def test_the_packages_that_are_named_are_all_we_publish() -> None:
     """Each under the name of its plugin."""
     folders = (Path(__file__).resolve().parents[2] / "plugins").glob("*/pyproject.toml")
-    found = {}
+    found: dict[str, str] = {}
     for path in folders:
         project = tomllib.loads(path.read_text())["project"]
         found |= dict.fromkeys(project["entry-points"]["enginectl"], project["name"])

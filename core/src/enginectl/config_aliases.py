@@ -1,33 +1,20 @@
-"""Words people bring along: flags that select a plugin or fill its section, and the packages that bring the plugins."""
+"""Words people bring along: flags that select a plugin or fill its section."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from enginectl.config import EngineConfig
 from enginectl.errors import ConfigError, PluginError, unknown
+from enginectl.packages import PACKAGES, canonical, install_hint
+from enginectl.plugins import PluginHost
 from enginectl.provider import Role
-
-if TYPE_CHECKING:
-    from enginectl.plugins import PluginHost
-
-PACKAGES = {
-    "cpu": "enginectl-attention-cpu",
-    "triton": "enginectl-attention-triton",
-    "flashinfer": "enginectl-attention-flashinfer",
-    "ngram": "enginectl-spec-ngram",
-    "draft": "enginectl-spec-draft",
-    "sgmv": "enginectl-lora-sgmv",
-    "prefix-cache": "enginectl-prefix-cache",
-}
-"""Plugin to the distribution that brings it, for those we publish."""
 
 METHODS = {"draft_model": "draft", "[ngram]": "ngram"}
 """Speculative methods whose plugin has another name. Every other method is its plugin's name."""
-
 
 ASKED_FOR = {Role.SPECULATOR: "--speculative-config", Role.ADAPTER: "--enable-lora"}
 """Roles that stay empty unless somebody asks, and the flag that does."""
@@ -106,8 +93,6 @@ def speculative_plugin(
     except PluginError:
         if any(canonical(wanted) == canonical(name) for name in PACKAGES):
             raise
-        from enginectl.plugins import PluginHost
-
         raise unknown_method(method, PluginHost(), where) from None
 
 
@@ -133,12 +118,6 @@ def plugin_name(given: str, installed: Iterable[str], where: str) -> str:
     raise PluginError(f"{where}: {unknown('plugin', given, names, hint=install_hint(given))}")
 
 
-def install_hint(plugin: str) -> str:
-    """How to get a plugin, or the provider of its name: the command, if we publish it."""
-    package = next((dist for name, dist in PACKAGES.items() if canonical(name) == canonical(plugin)), None)
-    return f"pip install {package}" if package else "Install the package that brings it, or see `enginectl plugins`"
-
-
 def check_promises(config: EngineConfig, provided: Collection[str]) -> None:
     """Raise PluginError if a flag promises what no installed plugin provides. provided: roles with a provider."""
     for wanted, flag, role, package in (
@@ -147,11 +126,6 @@ def check_promises(config: EngineConfig, provided: Collection[str]) -> None:
     ):
         if wanted and role not in provided:
             raise PluginError(f"{flag}: no installed plugin provides the role {role!r}. pip install {package}")
-
-
-def canonical(name: str) -> str:
-    """A plugin's name without the differences that flags, variables and files impose."""
-    return name.lower().replace("-", "_").replace(".", "_")
 
 
 def _where(origins: MutableMapping[str, str], name: str) -> str:

@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 
 from enginectl.config import EngineConfig, ServerConfig
-from enginectl.config_aliases import canonical, expand_aliases
+from enginectl.config_aliases import expand_aliases
 from enginectl.config_checks import validate_config, validate_logs, validate_server
 from enginectl.config_values import Setting, convert, unknown_key
 from enginectl.errors import ConfigError
 from enginectl.logs import LogConfig
+from enginectl.packages import canonical
 from enginectl.provider import CARDINALITY, Cardinality, Role
 
 ENV_PREFIX = "ENGINECTL_"

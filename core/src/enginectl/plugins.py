@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 import pluggy
 
-from enginectl.config_aliases import install_hint
 from enginectl.context import Machine
 from enginectl.errors import ConfigError, PluginError, UnsupportedError, nearest, unknown
 from enginectl.hookspecs import HookSpecs
+from enginectl.packages import install_hint
 from enginectl.provider import API_VERSION, CARDINALITY, Cardinality, Provider, Role
 
 ENTRY_POINT_GROUP = "enginectl"

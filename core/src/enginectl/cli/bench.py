@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from enginectl.cli.bench_serve import bench_serve_command
+from enginectl.cli.bench_serve import bench_serve_command, numbers
 from enginectl.cli.help import SectionedCommand
 from enginectl.errors import UsageError
 
@@ -65,11 +65,3 @@ def fit_command(
     print(f"a step takes {cost.base_ms:.3f} ms + {cost.row_ms:.4f} ms a row + {cost.token_ms:.4f} ms a token")
     print(f"{explained:.1%} of the variance of {len(probes)} measurements is explained")
     print(f"enginectl simulate --cost {output or text} …")
-
-
-def numbers(text: str, flag: str) -> list[int]:
-    """Whole numbers of at least 1, comma separated. Raises UsageError."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise UsageError(f"{flag} is {text!r}; give whole numbers of at least 1, comma separated")
-    return [int(part) for part in parts]

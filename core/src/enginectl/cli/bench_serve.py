@@ -102,7 +102,6 @@ def bench_serve_command(
 
 def make_levels(concurrency: str | None, rate: str | None) -> list[Level]:
     """The levels that two flags ask for. Raises UsageError."""
-    from enginectl.cli.bench import numbers
     from enginectl.loadtest.arrivals import Level
 
     if rate is None:
@@ -116,6 +115,14 @@ def make_levels(concurrency: str | None, rate: str | None) -> list[Level]:
     if not rates or not all(0 < one < 1e6 for one in rates):
         raise UsageError(f"--rate is {rate!r}; give requests a second above 0, comma separated")
     return [Level(rate=one) for one in rates]
+
+
+def numbers(text: str, flag: str) -> list[int]:
+    """Whole numbers of at least 1, comma separated. Raises UsageError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise UsageError(f"{flag} is {text!r}; give whole numbers of at least 1, comma separated")
+    return [int(part) for part in parts]
 
 
 def make_workload(target: Target, *, model: str | None, **options: Any) -> Workload:
