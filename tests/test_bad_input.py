@@ -52,7 +52,7 @@ ENGINE = {
 CASES = QUICK | ENGINE
 
 OTHERS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
-    "empty directory": ({"model": "{empty}"}, 1, ("{empty}", "no format", "safetensors")),
+    "empty directory": ({"model": "{empty}"}, 1, ("{empty}", "no model", "safetensors")),
     "not a GGUF file": ({"model": "{text_gguf}"}, 1, ("{text_gguf}", "GGUF")),
     "cut safetensors": ({"model": "{cut}"}, 1, ("{cut}", "bytes")),
     "wrong config.json": ({"model": "{no_config}"}, 1, ("{no_config}", "config.json")),
