@@ -51,6 +51,11 @@ def test_an_event_without_text_says_nothing(space: bytes) -> None:
     said, unsaid = (b'data: {"choices":[{"delta":{"content":%s"%s"}}]}' % (space, text) for text in (b"a", b""))
     thought = b'data: {"choices":[{"delta":{"content":%s"","reasoning":"so"}}]}' % space
     assert len(read(b"\n".join([unsaid, said, unsaid, thought, unsaid, b""]), 7, is_chat=True).times_s) == 2
+    ends = [
+        b'data: {"choices":[{"delta":%s{},"finish_reason":"stop"}]}' % space,
+        b'data: {"choices":[{"delta":{"content":%snull},"finish_reason":"stop"}]}' % space,
+    ]
+    assert len(read(b"\n".join([said, said, *ends, b""]), 7, is_chat=True).times_s) == 2
 
 
 def test_an_error_event_is_found_among_tokens() -> None:

@@ -9,7 +9,10 @@ import msgspec
 _MAX_BODY_BYTES = 1 << 20
 _DATA = b"data:"
 _DONE = b"[DONE]"
-_TELLING = (b'"usage":{', b'"usage": {', b'"error"', b':""', b': ""')
+_TELLING = (
+    b'"error"',
+    *(mark % gap for mark in (b'"usage":%s{', b':%s""', b'"delta":%s{}', b'"content":%snull') for gap in (b"", b" ")),
+)
 """What events hold that may not be merely text. Quotes inside of a text are escaped, so text does not look like this."""
 
 
