@@ -350,6 +350,21 @@ def test_a_step_that_is_planned_anew_is_paid_for_once() -> None:
     assert (scheduler.service("a") + 4096, scheduler.service("b") + 4096) == (3.0, 3.0)
 
 
+def test_what_is_taken_back_is_taken_from_who_had_it() -> None:
+    """The last row of `a` ended while a step was planned anew, and a resumed one of `c` got its index."""
+    scheduler, names, budget = FairScheduler(output_weight=1.0), ["a", "b"], StepBudget(100, 100)
+    scheduler.grant(running([1, 1], tenant=[0, 1], tenants=names), budget, 1.0)
+    scheduler.finished(waiting(1, tenant="a"), 1.0)
+    scheduler.grant(running([1], tenant=[1], tenants=names), budget, 1.0)
+    resumed = waiting(1, tenant="c")
+    scheduler.add(resumed, resumed=True)
+    assert next(iter(scheduler.candidates(1.0))) is resumed
+    scheduler.remove(resumed)
+    names[0] = "c"
+    assert [scheduler.service(name) + 4096 for name in "ab"] == [0.0, 1.0]
+    assert scheduler.service("c") == 0.0
+
+
 def test_what_is_paid_is_what_was_made_under_preemption() -> None:
     """Law 15: every output token is on a counter once, however often steps were planned anew."""
     scheduler = FairScheduler(output_weight=1.0)

@@ -94,8 +94,8 @@ class FairScheduler(QueueScheduler):
 
         A tenant whose request is refused ranks as if it had been admitted, until the next round.
         """
+        self._settle()  # while indices mean the tenants that they were noted for: who is admitted may take one over
         yield from self._resumed
-        self._settle()
         heap = [self._ranked(self._service[tenant], tenant, queue, 0) for tenant, queue in self._queues.items()]
         heapify(heap)
         while heap:
