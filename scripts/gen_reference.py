@@ -232,7 +232,7 @@ def _option(param: Any) -> tuple[str, str]:
         return code(param.metavar or param.name.upper()), cell(param.help or "Text to complete.")
     value = "" if param.is_flag else f" {param.metavar or param.name.upper()}"
     help_text = param.help or ""
-    if param.default not in (None, False, []) and not param.is_flag and "efault" not in help_text:
+    if param.default not in (None, False, [], "") and not param.is_flag and "efault" not in help_text:
         help_text += f" Default: {param.default}."
     return code(f"{names}{value}"), cell(help_text)
 

@@ -216,7 +216,7 @@ class Engine:
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **template_kwargs: Any
     ) -> RequestOutput:
-        """Answer a conversation through the model's chat template."""
+        """Answer a conversation through the model's chat template. template_kwargs: variables for the template only."""
         if self._tokenizer is None:
             raise EnginectlError("the model has no tokenizer, so it cannot chat; give token ids to generate()")
         text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **template_kwargs)

@@ -33,7 +33,7 @@ def simulate_command(
     prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens that all prompts of a tenant begin with.")] = 0,
     tenant: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=SHARE", help="Split the rate over tenants by share, such as light=1 heavy=50."),
+        typer.Option(metavar="NAME=SHARE", help="Split the rate over tenants by share, such as light=1,heavy=50."),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSON lines with arrival_s, prompt_tokens, output_tokens ….")
