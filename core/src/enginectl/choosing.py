@@ -101,7 +101,9 @@ class Chooser:
             return None
         entry = self._pick(role)
         if entry is None and asked:
-            raise PluginError(f"{flag} needs a {role.value} plugin and none is installed; install {_PACKAGES[role]}")
+            raise PluginError(
+                f"{flag}: no installed plugin provides the role {role.value!r}; install {_PACKAGES[role]}"
+            )
         return entry
 
     def _wants_prefix_cache(self, spec: ModelSpec) -> bool | None:

@@ -121,7 +121,8 @@ class PluginHost:
         plugin.providers = []
         if plugin.name in self.named:
             advice = "Fix or update that package, or leave it out of --plugins."
-            raise PluginError(f"plugin {plugin.origin} cannot be used: {reason}. {advice}") from cause
+            stop = "" if reason.endswith("?") else "."
+            raise PluginError(f"plugin {plugin.origin} cannot be used: {reason}{stop} {advice}") from cause
         log.warning("plugin %s ignored: %s", plugin.origin, reason)
 
     def register(self, target: object, plugin: Plugin) -> None:

@@ -86,7 +86,7 @@ def structure_of(config: dict[str, Any]) -> Structure:
     if arch is None:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ModelError(
-            f"model type {model_type!r} is not native{nearest(str(model_type), ARCHITECTURES)} native are {known}"
+            f"model type {model_type!r} is not native; native are {known}{nearest(str(model_type), ARCHITECTURES)}"
         )
     _check_keys(config, arch)
     fields = Fields(config, arch)
