@@ -17,6 +17,20 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+def _make_tuple(struct: msgspec.Struct, name: str, one: type | tuple[()], none: tuple[()] | None = None) -> None:
+    """Read a field as a tuple: a single value (a string is not its characters), a list or set, or None."""
+    value = getattr(struct, name)
+    if type(value) is tuple or value is none:
+        return
+    if value is None:
+        value = none
+    elif isinstance(value, one):
+        value = (value,)
+    elif isinstance(value, (list, set, frozenset)):
+        value = tuple(value)
+    msgspec.structs.force_setattr(struct, name, value)
+
+
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the output must match. Exactly one of the fields is set.
 
@@ -32,9 +46,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     structural_tag: str | None = None
     backend: str | None = None
 
+    def __post_init__(self) -> None:
+        _make_tuple(self, "choice", str)
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen and when a choice ends. Lengths are in tokens.
+    """How tokens are chosen and when a choice ends. Lengths are in tokens. What takes several strings or ids also takes
+    one, a list or None.
 
     n: choices per prompt. max_tokens: None means what fits. min_tokens: no end before this many.
     temperature: 0 is greedy. top_k: 0 or -1 keeps all. top_p, min_p: nucleus and relative cut-off in [0, 1].
@@ -71,6 +89,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
     speculation: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        _make_tuple(self, "stop", str, ())
+        _make_tuple(self, "bad_words", str, ())
+        _make_tuple(self, "bad_word_ids", (), ())
+        _make_tuple(self, "stop_token_ids", int, ())
+        _make_tuple(self, "allowed_token_ids", int)
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

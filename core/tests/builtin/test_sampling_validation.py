@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from enginectl.builtin.sampling import masks
@@ -13,7 +14,7 @@ from enginectl.builtin.sampling.penalties import Penalties
 from enginectl.builtin.sampling.sampler import TorchSampler
 from enginectl.builtin.sampling.validation import validate_params
 from enginectl.errors import RequestError
-from enginectl.types import SamplingParams
+from enginectl.types import SamplingParams, StructuredOutputs
 
 VOCAB = 100
 
@@ -44,6 +45,14 @@ WRONG: list[tuple[str, Any, str]] = [
     ("seed", 2**64, "between"),
     ("seed", -(2**63) - 1, "between"),
     ("stop", ("ok", ""), "one character"),
+    ("stop", "", "one character"),
+    ("stop", 8, "a string, or several"),
+    ("stop", ("ok", 8), "one character"),
+    ("bad_words", 8, "a string, or several"),
+    ("bad_word_ids", 8, "sequences of token ids"),
+    ("stop_token_ids", "8", "token ids in a tuple or list"),
+    ("allowed_token_ids", "8", "token ids in a tuple or list"),
+    ("logit_bias", 8, "a dict"),
     ("speculation", "maybe", '"auto", "off"'),
     ("speculation", -1, "at least 0"),
 ]
@@ -64,6 +73,7 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any, allowed: str) -
         (SamplingParams(min_tokens=1, allowed_token_ids=(3,), stop_token_ids=(3, 4)), "min_tokens"),
         (SamplingParams(allowed_token_ids=(3, 4), bad_word_ids=((3,), (4,))), "allowed_token_ids"),
         (SamplingParams(bad_words=("a",), bad_word_ids=((),)), "bad_words"),
+        (SamplingParams(bad_word_ids=(5,)), "bad_words"),  # type: ignore[arg-type]
         (SamplingParams(bad_words=("a",), bad_word_ids=((1, VOCAB),)), "bad_words"),
     ],
 )
@@ -102,3 +112,35 @@ def test_each_part_refuses_what_it_cannot_honour(part: Any, params: SamplingPara
     part.validate(SamplingParams(), VOCAB)
     with pytest.raises(RequestError):
         part.validate(params, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "read"),
+    [
+        ("stop", "end", ("end",)),
+        ("stop", ["a", "end"], ("a", "end")),
+        ("stop", None, ()),
+        ("bad_words", "word", ("word",)),
+        ("bad_words", None, ()),
+        ("bad_word_ids", None, ()),
+        ("bad_word_ids", [[1, 2]], ([1, 2],)),
+        ("stop_token_ids", 5, (5,)),
+        ("stop_token_ids", [5, 6], (5, 6)),
+        ("stop_token_ids", None, ()),
+        ("allowed_token_ids", 0, (0,)),
+        ("allowed_token_ids", {7}, (7,)),
+        ("allowed_token_ids", None, None),
+    ],
+)
+def test_one_value_a_list_or_none_is_read_as_a_tuple(field: str, given: Any, read: Any) -> None:
+    params = SamplingParams(**{field: given})
+    assert getattr(params, field) == read
+    assert getattr(msgspec.structs.replace(SamplingParams(), **{field: given}), field) == read
+    if field != "bad_words" or given is None:  # words are encoded first
+        validate_params(params, VOCAB)
+
+
+def test_one_choice_is_not_its_characters() -> None:
+    assert StructuredOutputs(choice="yes").choice == ("yes",)  # type: ignore[arg-type]
+    assert StructuredOutputs(choice=["yes", "no"]).choice == ("yes", "no")  # type: ignore[arg-type]
+    assert StructuredOutputs(regex="a").choice is None

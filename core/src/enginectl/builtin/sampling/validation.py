@@ -6,7 +6,7 @@ Bounds that depend on the deployment (`logprobs`, prompt length) and `structured
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from enginectl.errors import RequestError
@@ -27,8 +27,7 @@ def validate_params(params: SamplingParams, vocab_size: int) -> None:
     check_bad_words(params, vocab_size)
     check_allowed_token_ids(params, vocab_size)
     check_min_tokens(params, vocab_size)
-    if "" in params.stop:
-        _refuse("stop", '""', "strings of at least one character")
+    check_strings("stop", params.stop)
     speculation = params.speculation
     if isinstance(speculation, str) and speculation not in ("auto", "off"):
         _refuse("speculation", repr(speculation), '"auto", "off" or a number of draft tokens')
@@ -64,6 +63,8 @@ def check_penalties(params: SamplingParams) -> None:
 
 def check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
     """logit_bias: known tokens, numbers within OpenAI's range."""
+    if not isinstance(params.logit_bias, dict | None):
+        _refuse("logit_bias", repr(params.logit_bias), "a dict of token id to number")
     for token_id, bias in (params.logit_bias or {}).items():
         _token_ids("logit_bias", (token_id,), vocab_size)
         _number("logit_bias", bias, -100.0, 100.0)
@@ -71,11 +72,10 @@ def check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
 
 def check_bad_words(params: SamplingParams, vocab_size: int) -> None:
     """bad_words and their encoding."""
-    if "" in params.bad_words:
-        _refuse("bad_words", '""', "strings of at least one character")
+    check_strings("bad_words", params.bad_words)
     if params.bad_words and not params.bad_word_ids:
         _refuse("bad_words", "words without token ids", "words encoded into bad_word_ids by the API side")
-    for word in params.bad_word_ids:
+    for word in _sequence("bad_word_ids", params.bad_word_ids, "sequences of token ids"):
         if not word:
             _refuse("bad_words", "an empty sequence of token ids", "sequences of at least one token id")
         _token_ids("bad_words", word, vocab_size)
@@ -128,8 +128,21 @@ def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
         _refuse(name, repr(value), f"a whole number {allowed}")
 
 
-def _token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> None:
-    for token_id in token_ids:
+def _sequence(name: str, value: Any, allowed: str) -> Sequence[Any]:
+    if not isinstance(value, (tuple, list)):
+        _refuse(name, repr(value), allowed)
+    return value
+
+
+def check_strings(name: str, value: Any) -> None:
+    """stop and bad_words."""
+    for text in _sequence(name, value, "a string, or several in a tuple or list"):
+        if not isinstance(text, str) or not text:
+            _refuse(name, repr(text) if text else '""', "strings of at least one character")
+
+
+def _token_ids(name: str, token_ids: Any, vocab_size: int) -> None:
+    for token_id in _sequence(name, token_ids, "token ids in a tuple or list"):
         if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             _refuse(name, f"token id {token_id!r}", f"ids of the vocabulary, 0 to {vocab_size - 1}")
 
