@@ -5,8 +5,12 @@ from __future__ import annotations
 from enginectl.builtin.sampling.validation import validate_params
 from enginectl.engine.client import EngineInfo
 from enginectl.errors import NotFoundError, RequestError, unknown
+from enginectl.provider import Role
 from enginectl.types import GenerateRequest
 from enginectl.units import plural
+
+_IGNORE_PRIORITY = frozenset({"fcfs", "fair"})
+"""Core's schedulers that do not read a request's priority. Whether a plugin's does is not known: it is let through."""
 
 
 def validate_request(
@@ -15,6 +19,7 @@ def validate_request(
     """Raise RequestError, naming the field, what was found and what is allowed."""
     params = request.params
     validate_params(params, info.vocab_size)
+    refuse_unread_priority(request.priority, info)
     _validate_prompt(request, info)
     if params.structured_outputs is not None and params.ignore_eos:
         raise RequestError(
@@ -30,6 +35,18 @@ def validate_request(
         raise NotFoundError(unknown("model or adapter", request.adapter, adapters), param="model")
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise RequestError(f"timeout is {request.timeout_s}, it must be a number of seconds above 0", param="timeout")
+
+
+def refuse_unread_priority(priority: int | None, info: EngineInfo) -> None:
+    """Raise RequestError for a priority that the scheduler would ignore."""
+    schedulers = [row[1] for row in info.table if row[0] == Role.SCHEDULER]
+    if priority and schedulers and _IGNORE_PRIORITY.issuperset(schedulers):
+        raise RequestError(
+            f"priority is not supported here: the {schedulers[0]} scheduler does not read it; start with "
+            '--scheduling-policy priority (in Python, scheduling_policy="priority")',
+            param="priority",
+            code="unsupported_parameter",
+        )
 
 
 def _validate_prompt(request: GenerateRequest, info: EngineInfo) -> None:

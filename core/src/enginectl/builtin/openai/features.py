@@ -13,11 +13,9 @@ from enginectl.builtin.openai.protocol import (
     StructuredOutputsField,
 )
 from enginectl.engine.client import EngineInfo
+from enginectl.engine.validate import refuse_unread_priority
 from enginectl.errors import RequestError
 from enginectl.types import StructuredOutputs
-
-_IGNORE_PRIORITY = frozenset({"fcfs", "fair"})
-"""Core's schedulers that do not read a request's priority. Whether a plugin's does is not known: it is let through."""
 
 
 def providers(info: EngineInfo, role: str) -> tuple[str, ...]:
@@ -37,10 +35,7 @@ def refuse_unsupported(body: ChatRequest | CompletionRequest, info: EngineInfo) 
             raise unsupported(name, why)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
-    scheduler = providers(info, "scheduler")
-    if body.priority and scheduler and _IGNORE_PRIORITY.issuperset(scheduler):
-        why = f"the {scheduler[0]} scheduler does not read it; start with --scheduling-policy priority"
-        raise unsupported("priority", why)
+    refuse_unread_priority(body.priority, info)
     if isinstance(body.speculation, int) and body.speculation > 0 and not providers(info, "speculator"):
         raise unsupported("speculation", "no speculator serves; install one, such as enginectl-spec-ngram, and name it")
     if isinstance(body, ChatRequest):
