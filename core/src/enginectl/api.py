@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +21,7 @@ from typing import Any, Self
 import msgspec
 
 from enginectl.api_side import ApiSide
+from enginectl.builtin.sampling.validation import check_strings
 from enginectl.config import EngineConfig
 from enginectl.engine.audience import Audience
 from enginectl.engine.router import OutputRouter, Ticket
@@ -47,6 +48,9 @@ Prompt = str | Sequence[int]
 
 _STALLED_WAIT_S = 0.001
 """A pause when waiting requests need something that is not there yet, such as a compiled grammar."""
+
+_REQUEST_FIELDS = ("adapter", "priority", "cache_salt", "tenant", "timeout_s", "call")
+"""Fields of `GenerateRequest` that a caller may give by keyword; the others are made here."""
 
 OBJECT_ROLES = frozenset(
     {
@@ -133,6 +137,7 @@ class Engine:
             self._assembled.close()
             raise
         self._ids = itertools.count(1)
+        self._is_closed = False
 
     # -- use -----------------------------------------------------------------------------------------------------
 
@@ -148,6 +153,7 @@ class Engine:
     @property
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """Every adapter that a request may name."""
+        self._refuse_if_closed()
         backend: AdapterBackend | None = self._assembled.parts.get("adapter")
         return () if backend is None else backend.list()
 
@@ -183,6 +189,61 @@ class Engine:
         **fields: Any,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Like `generate`, but yields (index of the prompt, result) as each is finished."""
+        self._refuse_if_closed()
+        refuse_unknown_fields(fields)
+        return self._completed(prompts, params, fields)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> Iterator[OutputChunk]:
+        """Complete one prompt, yielding chunks as they come. Leaving early aborts it."""
+        self._refuse_if_closed()
+        refuse_unknown_fields(fields)
+        return self._streamed(prompt, params, fields)
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **template_kwargs: Any
+    ) -> RequestOutput:
+        """Answer a conversation through the model's chat template.
+
+        template_kwargs: fields of `GenerateRequest`, as for `generate`; every other is a variable for the template. A
+        field of `SamplingParams` is refused with RequestError: it belongs in params.
+        """
+        self._refuse_if_closed()
+        refuse_sampling_fields(template_kwargs)
+        if self._tokenizer is None:
+            raise EnginectlError("the model has no tokenizer, so it cannot chat; give token ids to generate()")
+        fields = {name: template_kwargs.pop(name) for name in _REQUEST_FIELDS if name in template_kwargs}
+        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **template_kwargs)
+        return self.generate([self._tokenizer.encode_chat(text)], params, **fields)[0]
+
+    def close(self) -> None:
+        """Free the engine. Every use afterwards is an EnginectlError; closing again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True  # first: what is freed half-way must not be used either
+        self._assembled.close()
+        self._audience.close()
+
+    def __enter__(self) -> Self:
+        """The engine itself."""
+        self._refuse_if_closed()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Close."""
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise EnginectlError("the engine is closed; make a new one")
+
+    def _completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        fields: dict[str, Any],
+    ) -> Iterator[tuple[int, RequestOutput]]:
         requests = self._requests(prompts, params, fields)
         open_tickets = {ticket: i for i, ticket in enumerate(self._submit(requests))}
         collected: dict[Ticket, list[OutputChunk]] = {ticket: [] for ticket in open_tickets}
@@ -202,8 +263,7 @@ class Engine:
         finally:
             self._abort(open_tickets)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> Iterator[OutputChunk]:
-        """Complete one prompt, yielding chunks as they come. Leaving early aborts it."""
+    def _streamed(self, prompt: Prompt, params: SamplingParams | None, fields: dict[str, Any]) -> Iterator[OutputChunk]:
         (ticket,) = self._submit(self._requests([prompt], params, fields))
         try:
             while not ticket.is_done or ticket.pending:
@@ -212,30 +272,6 @@ class Engine:
                 yield from ticket.take()
         finally:
             self._abort([ticket])
-
-    def chat(
-        self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **template_kwargs: Any
-    ) -> RequestOutput:
-        """Answer a conversation through the model's chat template. template_kwargs: variables for the template only."""
-        if self._tokenizer is None:
-            raise EnginectlError("the model has no tokenizer, so it cannot chat; give token ids to generate()")
-        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **template_kwargs)
-        return self.generate([self._tokenizer.encode_chat(text)], params)[0]
-
-    def close(self) -> None:
-        """Free the engine. It cannot be used afterwards."""
-        self._assembled.close()
-        self._audience.close()
-
-    def __enter__(self) -> Self:
-        """The engine itself."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Close."""
-        self.close()
-
-    # -- inside --------------------------------------------------------------------------------------------------
 
     def _requests(
         self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None, fields: dict[str, Any]
@@ -265,6 +301,7 @@ class Engine:
     def _control(self, name: str, arguments: dict[str, Any]) -> Any:
         from enginectl.engine.control import ControlDesk, NotYet
 
+        self._refuse_if_closed()
         desk = ControlDesk(self._assembled)
         while True:
             try:
@@ -284,6 +321,7 @@ class Engine:
             return params
         if self._tokenizer is None:
             raise RequestError("the model has no tokenizer; give bad_word_ids instead of bad_words", param="bad_words")
+        check_strings("bad_words", params.bad_words)
         ids = (*params.bad_word_ids, *self._tokenizer.bad_word_ids(params.bad_words))
         return msgspec.structs.replace(params, bad_word_ids=ids)
 
@@ -297,6 +335,7 @@ class Engine:
         return tickets
 
     def _step(self) -> None:
+        self._refuse_if_closed()  # by whoever reads a stream that was begun before
         for outputs in self.core.step():
             if outputs.stats is not None:
                 self._audience.stats(outputs.stats)
@@ -307,10 +346,29 @@ class Engine:
             time.sleep(_STALLED_WAIT_S)
 
     def _abort(self, tickets: Sequence[Ticket] | dict[Ticket, int]) -> None:
+        if self._is_closed:
+            return
         for ticket in tickets:
             self.core.abort(self._router.close(ticket))
         if self.core.has_work:
             self._step()
+
+
+def refuse_sampling_fields(fields: Iterable[str]) -> None:
+    """Raise RequestError for a keyword of a call that belongs in its SamplingParams."""
+    for name in fields:
+        if name in SamplingParams.__struct_fields__:
+            raise RequestError(
+                f"{name} is a sampling parameter, not a keyword of this call; pass SamplingParams({name}=…)", param=name
+            )
+
+
+def refuse_unknown_fields(fields: Iterable[str]) -> None:
+    """Raise RequestError for a keyword of a call that is no field of its GenerateRequest."""
+    refuse_sampling_fields(fields)
+    for name in fields:
+        if name not in _REQUEST_FIELDS:
+            raise RequestError(unknown("keyword", name, _REQUEST_FIELDS), param=name)
 
 
 def duplicate_offsets(prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[int]:
