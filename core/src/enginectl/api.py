@@ -216,7 +216,7 @@ class Engine:
         return self.generate([self._tokenizer.encode_chat(text)], params, **fields)[0]
 
     def close(self) -> None:
-        """Free the engine. Every use afterwards is an EnginectlError; closing again does nothing."""
+        """Free the engine. Using it afterwards raises EnginectlError (`stats()` stays); closing again does nothing."""
         if self._is_closed:
             return
         self._is_closed = True  # first: what is freed half-way must not be used either
