@@ -94,6 +94,101 @@ def test_a_budget_leaves_sections_out_and_a_second_run_makes_them_up(tmp_path: P
     assert "== sanitizer: ok" in again.stdout
 
 
+# -- what the environment lacks ----------------------------------------------------------------------------------------
+
+
+def lacking(*modules: str) -> Any:
+    """missing_modules of an environment without these."""
+    packages = import_module("packages")
+    real = packages.missing_modules
+
+    def missing(environ: dict[str, str], sections: Sequence[str]) -> dict[str, list[str]]:
+        assert real(environ, sections) == {}
+        needs = {name: (*packages.NEEDED, *packages.NEEDED_BY.get(name, ())) for name in sections}
+        found = {module: [name for name in sections if module in needs[name]] for module in modules}
+        return {module: users for module, users in found.items() if users}
+
+    return missing
+
+
+def test_a_package_that_is_not_there_is_named_with_its_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a process of the sections' environment, which imports nothing."""
+    packages = import_module("packages")
+    environ = packages.environment_of(None, None)
+    assert packages.missing_modules(environ, ["kernels", "conformance"]) == {}
+    monkeypatch.setattr(packages, "NEEDED", ("torch", "no_such_module"))
+    monkeypatch.setitem(packages.NEEDED_BY, "steps", ("nor_this",))
+    missing = packages.missing_modules(environ, ["kernels", "steps"])
+    assert missing == {"no_such_module": ["kernels", "steps"], "nor_this": ["steps"]}
+    text = packages.missing_message(missing, 2)
+    assert "no-such-module: needed by every section" in text
+    assert "nor-this: needed by steps" in text
+    assert "--wheels" in text
+
+
+def test_what_is_missing_is_said_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without pytest every section `ended with status 1`, and the reason was in the log alone."""
+    check = import_module("check")
+    monkeypatch.setattr(check, "missing_modules", lacking("pytest"))
+    monkeypatch.setattr(check.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["check.py", "--dry-run", "--out", str(tmp_path), "--sections", "kernels,steps"])
+    assert check.main() == 2
+    captured = capsys.readouterr()
+    assert "pytest: needed by every section" in captured.err
+    assert "==" not in captured.out
+    assert not (tmp_path / "log.txt").exists()
+
+
+@pytest.mark.parametrize(("sections", "status"), [("sanitizer", 0), ("sanitizer,conformance", 1), ("conformance", 2)])
+def test_what_only_conformance_needs_leaves_the_other_sections(
+    sections: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is left out with the reason, and made up by a later call."""
+    check = import_module("check")
+    monkeypatch.setattr(check, "missing_modules", lacking("pytest_timeout"))
+    monkeypatch.setattr(check.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["check.py", "--dry-run", "--out", str(tmp_path), "--sections", sections])
+    monkeypatch.setattr(check.Run, "launch", lambda run, names: ended(run, names))
+    assert check.main() == status
+    captured = capsys.readouterr()
+    assert ("== sanitizer: ok" in captured.out) == ("sanitizer" in sections)
+    if status == 1:
+        assert "== conformance: skipped, missing: pytest-timeout" in captured.out
+        assert "error" in results(tmp_path)["conformance"]
+
+
+def ended(run: Any, names: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A process whose sections are all right."""
+    for name in names:
+        (run.out / f"{name}.rows").write_text('{"ended_after_s": 0.1}\n')
+    return subprocess.Popen(["true"], process_group=0)
+
+
+def test_why_a_section_failed_stands_beside_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both of one that could not start and of one that raised."""
+    starts = Starts(import_module("check"), tmp_path, monkeypatch)
+    starts.script = """echo '{"could_not_start": "ImportError: no x"}' > ROWS; exit 1"""
+    starts.run.start(["steps"])
+    starts.script = """printf '{"error": "ValueError: y", "ok": false}\n{"ended_after_s": 1.0}\n' > ROWS; exit 1"""
+    starts.run.start(["lora"])
+    assert capsys.readouterr().out.splitlines() == [
+        "== steps: ended with status 1: ImportError: no x",
+        "== lora: WRONG in 1.0 s: ValueError: y",
+    ]
+
+
+def test_a_section_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its rows, for the process that started it."""
+    monkeypatch.setitem(sys.modules, "harness", None)
+    with pytest.raises(ImportError):
+        import_module("check").run_sections(["steps"], dry_run=False, small=False, out=tmp_path)
+    assert "could_not_start" in json.loads((tmp_path / "steps.rows").read_text())
+
+
 # -- the process that starts sections ----------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from packages import environment_of  # noqa: E402
+from packages import environment_of, missing_message, missing_modules  # noqa: E402
 from report import Results, table, wanted  # noqa: E402
 
 SECTIONS: dict[str, int] = {
@@ -111,7 +111,13 @@ def run_sections(names: Sequence[str], *, dry_run: bool, small: bool, out: Path 
     """One after another, in this process. Status 1 if something was wrong."""
     if dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-    from harness import Bench, describe
+    try:
+        from harness import Bench, describe
+    except Exception as error:  # said here, as the sections' own errors are
+        for name in names if out is not None else ():
+            line = json.dumps({"could_not_start": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]})
+            rows_file(out, name).write_text(line + "\n")
+        raise
 
     all_ok = True
     for name in names:
@@ -209,6 +215,8 @@ class Run:
         result: dict[str, Any] = {"dry_run": self.args.dry_run}
         if rows and "ended_after_s" in rows[-1]:
             result["seconds"] = rows.pop()["ended_after_s"]
+        elif rows and "could_not_start" in rows[-1]:
+            result["error"] = f"{why}: {rows.pop()['could_not_start']}"
         else:
             result["error"] = why
         result |= {"ok": "error" not in result and all(row.get("ok", True) for row in rows), "rows": rows}
@@ -220,7 +228,14 @@ class Run:
         partial.replace(self.file)
         file.unlink(missing_ok=True)
         seconds = f" in {result['seconds']} s" if "seconds" in result else ""
-        print(f"== {name}: {result.get('error') or ('ok' if result['ok'] else 'WRONG')}{seconds}", flush=True)
+        errors = [str(row["error"]) for row in rows if row.get("error") is not None and not row.get("ok", True)]
+        why = f": {errors[-1]}" if errors else ""
+        print(f"== {name}: {result.get('error') or ('ok' if result['ok'] else 'WRONG')}{seconds}{why}", flush=True)
+
+    def skip(self, name: str, why: str) -> None:
+        """Leave a section out that cannot run here; what it found before is kept."""
+        if not self.has_ended(name):
+            self.gather(name, f"skipped, {why}")
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -256,7 +271,14 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sections end with this process
     run = Run(args, started + args.budget)
-    for group in order(names, args.dry_run):
+    missing = missing_modules(run.environ, names)
+    # What only the tests' own runner needs costs no more than that section.
+    if any(users != ["conformance"] for users in missing.values()) or (missing and names == ["conformance"]):
+        print(missing_message(missing, len(names)), file=sys.stderr)
+        return 2
+    if missing:
+        run.skip("conformance", f"missing: {', '.join(module.replace('_', '-') for module in missing)}")
+    for group in order([name for name in names if not (missing and name == "conformance")], args.dry_run):
         run.start(group)
         if "environment" in group and not run.results.get("environment", {}).get("ok"):
             print(f"nothing else can run, see {args.out / 'log.txt'}", flush=True)

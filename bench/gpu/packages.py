@@ -1,15 +1,61 @@
-"""What the sections' processes find: extra packages, prebuilt FlashInfer modules, caches."""
+"""What the sections' processes find: extra packages, prebuilt FlashInfer modules, caches, and whether all is there."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+
+NEEDED = (
+    *("torch", "numpy", "triton", "msgspec", "pluggy", "psutil", "pytest", "enginectl", "enginectl_attention_triton"),
+)
+"""Modules that every section imports, or asks for. The testing kits are written with pytest."""
+
+ENGINE = ("transformers", "tokenizers", "safetensors")
+"""Modules that a section with an engine needs besides."""
+
+NEEDED_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("greedy", "first_start", "steps", "graphs", "host_gap", "memory"), ENGINE),
+    **dict.fromkeys(("lora", "sampling", "speculation", "baseline"), ENGINE),
+    "conformance": (*ENGINE, "pytest_asyncio", "pytest_timeout"),
+}
+"""Section to what it needs besides NEEDED."""
+
+FIND = "import json, sys; from importlib.util import find_spec; print(json.dumps([find_spec(m) is None for m in sys.argv[1:]]))"
+"""Nothing is imported."""
+
+
+def missing_modules(environ: Mapping[str, str], sections: Sequence[str]) -> dict[str, list[str]]:
+    """Module to the sections among these that lack it, as a process with this environment finds it."""
+    needed: dict[str, list[str]] = {}
+    for section in sections:
+        for module in (*NEEDED, *NEEDED_BY.get(section, ())):
+            needed.setdefault(module, []).append(section)
+    command = [sys.executable, "-c", FIND, *needed]
+    found = subprocess.run(command, env=dict(environ), capture_output=True, text=True, check=True)
+    lacks = json.loads(found.stdout)
+    return {module: users for (module, users), missing in zip(needed.items(), lacks, strict=True) if missing}
+
+
+def missing_message(missing: Mapping[str, Sequence[str]], num_sections: int) -> str:
+    """Which packages, for which sections, and what to do."""
+    lines = [
+        f"  {module.replace('_', '-')}: needed by "
+        + ("every section" if len(users) == num_sections else ", ".join(users))
+        for module, users in missing.items()
+    ]
+    return (
+        f"packages are missing from the environment of {sys.executable}:\n" + "\n".join(lines) + "\n"
+        "install them there, give a folder that has them as --wheels (README.md beside check.py says how to make it), "
+        "or choose other --sections"
+    )
 
 
 def environment_of(wheels: Path | None, flashinfer_modules: Path | None) -> dict[str, str]:
