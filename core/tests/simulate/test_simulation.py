@@ -142,6 +142,15 @@ def test_small_pools_preempt_and_what_never_fits_is_refused(host: PluginHost) ->
     assert "KV blocks" in found.first_refusal
 
 
+def test_what_is_longer_than_the_context_is_refused_as_a_server_would(host: PluginHost) -> None:
+    """A row has room for max_model_len tokens: more of them was an internal error of numpy's."""
+    lengths = [(4000, 96), (4000, 97), (5000, 1)]
+    arrivals = [Arrival(arrival_s=0.0, prompt_tokens=prompt, output_tokens=output) for prompt, output in lengths]
+    found = simulate(arrivals, SimConfig(cost=StepCost(5.0)), host=host)
+    assert (found.requests["num_output"].tolist(), found.num_refused) == ([96], 2)
+    assert "max_model_len, 4096" in found.first_refusal
+
+
 def test_a_lone_request_takes_what_its_steps_cost(host: PluginHost) -> None:
     """100 prompt tokens in steps of 64 and 36, then 4 more tokens."""
     arrivals = [Arrival(arrival_s=2.0, prompt_tokens=100, output_tokens=5)]

@@ -33,8 +33,10 @@ def parse_cost(text: str) -> StepCost:
         numbers = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(f"--cost is {text!r}; give BASE,ROW,TOKEN in milliseconds, or a JSON file") from error
-    if not 1 <= len(numbers) <= 3 or min(numbers) < 0 or sum(numbers) <= 0 or not np.isfinite(numbers).all():
-        raise UsageError(f"--cost is {text!r}; give one to three numbers, 0 or more, and not all 0")
+    if len(numbers) != 3 or min(numbers) < 0 or sum(numbers) <= 0 or not np.isfinite(numbers).all():
+        raise UsageError(
+            f"--cost is {text!r}; give BASE,ROW,TOKEN: three numbers, 0 or more and not all 0, such as 12,0.05,0.02"
+        )
     return StepCost(*numbers)
 
 

@@ -49,7 +49,12 @@ def simulate(
     index, count, idle = 0, len(arrivals), 0
     while True:
         while index < count and arrivals[index].arrival_s <= clock.now:
-            core.add(_request(index, arrivals[index], prompts))
+            why = _too_long(arrivals[index], config.max_model_len)
+            if why:
+                result.num_refused += 1
+                result.first_refusal = result.first_refusal or why
+            else:
+                core.add(_request(index, arrivals[index], prompts))
             index += 1
         if not core.has_work:
             if index == count:
@@ -64,6 +69,16 @@ def simulate(
             _let_time_pass(engine, arrivals[index].arrival_s if index < count else None, idle)
     _collect(result, ends, arrivals, engine)
     return result
+
+
+def _too_long(arrival: Arrival, max_model_len: int) -> str | None:
+    """Why a server would refuse the request, which then takes no time."""
+    if arrival.prompt_tokens + arrival.output_tokens <= max_model_len:
+        return None
+    return (
+        f"a prompt of {arrival.prompt_tokens} tokens with {arrival.output_tokens} of output exceeds max_model_len, "
+        f"{max_model_len}; ask for fewer, or raise --max-model-len"
+    )
 
 
 def _note_ends(result: SimResult, ends: list[tuple[float, ...]], finished: Sequence[Finished]) -> None:
