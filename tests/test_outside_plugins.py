@@ -271,7 +271,10 @@ class TestBrokenPlugins:
         ("arguments", "message"),
         [
             (["--plugins", "lfio"], "no plugin named 'lfio'; did you mean 'lifo'?"),
-            (["--lifo.quantum", "many"], "[plugins.lifo]: Expected `int`, got `str` - at `$.quantum`"),
+            (
+                ["--lifo.quantum", "many"],
+                "--lifo.quantum: quantum is 'many' (expected `int`, got `str`); allowed: a whole number",
+            ),
             (["--lifo.quantom", "1"], "no option named 'quantom'; did you mean 'quantum'?"),
             (["--scheduler", "lfio"], "no scheduler named 'lfio'; did you mean 'lifo'?"),
         ],

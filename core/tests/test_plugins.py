@@ -248,6 +248,7 @@ def test_a_plugins_own_section_is_typed_and_strict(install: Install) -> None:
         num_drafts: int = 4
         method: str = "a"
         roots: tuple[str, ...] = ()
+        tickets: dict[str, int] | None = None
     @hookimpl
     def enginectl_sampler():
         return [Provider(Role.SAMPLER, "opt", "m:f", config=Options)]
@@ -257,9 +258,13 @@ def test_a_plugins_own_section_is_typed_and_strict(install: Install) -> None:
     plugin = host.plugins["opt"]
     assert host.options(plugin, {}).num_drafts == 4
     options = host.options(plugin, {"opt": {"num-drafts": "7", "method": "b"}})
-    assert msgspec.structs.asdict(options) == {"num_drafts": 7, "method": "b", "roots": ()}
+    assert msgspec.structs.asdict(options) == {"num_drafts": 7, "method": "b", "roots": (), "tickets": None}
     for text, found in (("/a", ("/a",)), ("/a,/b", ("/a", "/b")), ('["/a,b"]', ("/a,b",)), (["/c"], ("/c",))):
         assert host.options(plugin, {"opt": {"roots": text}}).roots == found
+    assert host.options(plugin, {"opt": {"tickets": '{"a": 2}'}}).tickets == {"a": 2}
+    for text, said in (("a=2", r"is 'a=2' \(expected"), ('{"a": "x"}', r"got `str` at tickets")):
+        with pytest.raises(ConfigError, match=rf"^--opt\.tickets: tickets .*{said}.*allowed: a JSON object"):
+            host.options(plugin, {"opt": {"tickets": text}}, {"plugins.opt.tickets": "--opt.tickets"})
     with pytest.raises(ConfigError, match=r"\[plugins\.opt\].*roots"):
         host.options(plugin, {"opt": {"roots": '["/a'}})
     with pytest.raises(ConfigError, match=r"\[plugins\.opt\].*no option named 'num_draft'; did you mean 'num_drafts'"):

@@ -137,6 +137,53 @@ def _size(text: str, wanted: Any, what: str) -> int | None:
     return parse_size(text, what=what)
 
 
+def from_json(value: Any, kind: Any) -> Any:
+    """A plugin's option that was given as text: a list is JSON or separated by commas, a table is JSON.
+
+    Text that is neither is returned as it is: converting it says what is wrong.
+    """
+    kinds = _members(kind)
+    is_list = not {tuple, list}.isdisjoint(kinds)
+    if not isinstance(value, str) or not (is_list or any(_is_table(each) for each in kinds)):
+        return value
+    if is_list and not value.lstrip().startswith("["):
+        return value.split(",")
+    try:
+        return msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return value
+
+
+def wrong_option(where: str, key: str, value: Any, kind: Any, detail: str) -> str:
+    """The message for a plugin's option of the wrong type. detail: what the conversion said."""
+    kinds, found = _members(kind), detail.partition(" - at `")
+    if any(_is_table(each) for each in kinds):
+        words = 'a JSON object, such as {"name": 1}, or a table of the file'
+    elif not {tuple, list}.isdisjoint(kinds):
+        words = 'a list, separated by commas or as JSON, such as ["a", "b"]'
+    elif choices := [each for each in kinds if not isinstance(each, type)]:
+        words = ", ".join(repr(value) for each in choices for value in typing.get_args(each)) or "another value"
+    else:
+        words = " or ".join(sorted({describe("", each) for each in kinds - {types.NoneType}}))
+    inner = found[2].rstrip("`").removeprefix("$.")
+    reason = found[0][:1].lower() + found[0][1:] + (f" at {inner}" if inner != key else "")
+    return f"{where}: {key} is {value!r} ({reason}); allowed: {words}"
+
+
+def _members(kind: Any) -> set[Any]:
+    """The plain types that a field may hold: dict for `Annotated[dict[str, int], …] | None`."""
+    origin = typing.get_origin(kind)
+    if origin is typing.Annotated:
+        return _members(typing.get_args(kind)[0])
+    if origin in (types.UnionType, typing.Union):
+        return {member for each in typing.get_args(kind) for member in _members(each)}
+    return {kind if origin is None or origin is typing.Literal else origin}
+
+
+def _is_table(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Mapping | msgspec.Struct)
+
+
 def _from_text(name: str, value: Any, wanted: Any) -> Any:
     """Text as its field's type wants it: `auto`, comma lists."""
     if typing.get_origin(wanted) is tuple:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 import pluggy
 
+from enginectl.config_values import from_json, wrong_option
 from enginectl.context import Machine
 from enginectl.errors import ConfigError, PluginError, UnsupportedError, nearest, unknown
 from enginectl.hookspecs import HookSpecs
@@ -28,6 +28,7 @@ CORE_DISTRIBUTION = "enginectl"
 log = logging.getLogger("enginectl.plugins")
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`.*")
+_OPTION = re.compile(r" - at `\$\.(\w+)")
 
 
 @dataclass(slots=True)
@@ -263,22 +264,31 @@ class PluginHost:
                 "`enginectl doctor` shows what this machine can run."
             )
 
-    def options(self, plugin: Plugin, sections: dict[str, dict[str, Any]]) -> Any:
-        """The plugin's own section as its typed struct, or None if it declared none. Raises ConfigError."""
+    def options(
+        self, plugin: Plugin, sections: dict[str, dict[str, Any]], origins: Mapping[str, str] | None = None
+    ) -> Any:
+        """The plugin's own section as its typed struct, or None if it declared none. Raises ConfigError.
+
+        origins: `plugins.NAME.KEY` to the flag, variable or file that gave it, for the message.
+        """
         config = next((provider.config for provider in plugin.providers if provider.config is not None), None)
         section = sections.get(plugin.name, {})
         if config is None:
             if section:
                 raise ConfigError(f"[plugins.{plugin.name}]: the plugin {plugin.origin} takes no options")
             return None
+        values = {key.replace("-", "_"): value for key, value in section.items()}
+        kinds = {field.name: field.type for field in msgspec.structs.fields(config)}
         try:
-            values = {key.replace("-", "_"): value for key, value in section.items()}
             for key in values:
                 if key not in config.__struct_fields__:
                     raise ConfigError(f"[plugins.{plugin.name}]: " + unknown("option", key, config.__struct_fields__))
-            kinds = {field.name: field.type for field in msgspec.structs.fields(config)}
-            return msgspec.convert({k: _listed(v, kinds[k]) for k, v in values.items()}, config, strict=False)
+            return msgspec.convert({k: from_json(v, kinds[k]) for k, v in values.items()}, config, strict=False)
         except msgspec.ValidationError as error:
+            at = _OPTION.search(str(error))
+            if at is not None and at[1] in values:
+                where = (origins or {}).get(f"plugins.{plugin.name}.{at[1]}", f"[plugins.{plugin.name}]")
+                raise ConfigError(wrong_option(where, at[1], values[at[1]], kinds[at[1]], str(error))) from error
             missing = _MISSING.fullmatch(str(error))
             advice = f"; give it as --{plugin.name}.{missing[1].replace('_', '-')}" if missing else ""
             raise ConfigError(f"[plugins.{plugin.name}]: {error}{advice}") from error
@@ -337,15 +347,3 @@ def _discovery_order(point: EntryPoint) -> tuple[bool, str, str]:
 
 def _flag(role: Role) -> str:
     return role.value.replace("_", "-")
-
-
-def _listed(value: Any, kind: Any) -> Any:
-    """A list that was given as text on the command line or in a variable: JSON, or separated by commas."""
-    if not isinstance(value, str) or typing.get_origin(kind) not in (tuple, list):
-        return value
-    if not value.lstrip().startswith("["):
-        return value.split(",")
-    try:
-        return msgspec.json.decode(value)
-    except msgspec.DecodeError:
-        return value  # the error names the option and what is expected

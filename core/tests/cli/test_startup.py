@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from enginectl.cli.startup import check_start, launch_engine
+from enginectl.cli.startup import check_start, idle_options, launch_engine
 from enginectl.config import EngineConfig, ServerConfig
 from enginectl.config_sources import Resolved
 from enginectl.context import Gpu, Machine
@@ -76,9 +76,24 @@ async def test_a_parser_that_is_installed_and_of_no_use_is_refused_before_the_en
     looks_like_a_model(tmp_path)
     host = PluginHost(only_named=True)
     host.register(Parsers(), Plugin("parsers", "test", "1", "test"))
-    monkeypatch.setattr("enginectl.cli.startup.check_plugins", lambda config: host)
+    monkeypatch.setattr("enginectl.cli.startup.check_plugins", lambda config, origins: host)
     monkeypatch.setattr("enginectl.engine.supervisor.EngineProcess", Served)
     engine = EngineConfig(model=str(tmp_path), device="cpu", only_plugins=True)
     resolved = Resolved(engine, ServerConfig(**options), LogConfig(), {})
     with pytest.raises(UsageError, match=words):
         await launch_engine(resolved, check_start(resolved), with_frontends=True)
+
+
+def test_options_of_a_plugin_that_does_not_serve_are_warned_of() -> None:
+    """`--fair.burst 3` without the fair scheduler was accepted and changed nothing. A file may keep its sections."""
+    origins = {
+        "scheduling_policy": "--scheduling-policy",
+        "plugins": "--plugins",
+        "plugins.fair.burst": "--fair.burst",
+        "plugins.ngram.prompt_lookup_max": "environment variable ENGINECTL_PLUGIN_NGRAM__PROMPT_LOOKUP_MAX",
+        "plugins.draft.model": "engine.toml [plugins.draft]",
+        "plugins.lifo.quantum": "--lifo.quantum",
+    }
+    burst, lookup = idle_options(origins, {"fcfs", "lifo"})
+    assert burst.startswith("--fair.burst has no effect: the plugin 'fair' serves nothing here")
+    assert lookup.startswith("environment variable ENGINECTL_PLUGIN_NGRAM__PROMPT_LOOKUP_MAX has no effect")

@@ -35,12 +35,12 @@ def test_no_part_of_a_fitted_cost_is_negative() -> None:
 
 
 def test_costs_are_read_from_text_and_files(tmp_path: Path) -> None:
-    assert parse_cost("50.3, 6") == StepCost(50.3, 6.0)
+    assert parse_cost("50.3, 6, 0") == StepCost(50.3, 6.0)
     path = tmp_path / "cost.json"
     path.write_text('{"base_ms": 1, "row_ms": 2, "token_ms": 0.5, "explained": 0.9}')
     assert parse_cost(str(path)) == StepCost(1.0, 2.0, 0.5)
     path.write_text('{"base_ms": 1}')
-    for wrong in ("x", "1,2,3,4", "-1", "0", "nan", str(path), str(tmp_path / "none.json")):
+    for wrong in ("x", "5", "12,0.05", "1,2,3,4", "-1,0,0", "0,0,0", "nan,0,0", str(path), str(tmp_path / "none.json")):
         with pytest.raises(UsageError, match="--cost"):
             parse_cost(wrong)
 
@@ -140,8 +140,14 @@ def test_a_plot_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (f"{COMMON} --fiar.output-weight 1", "no plugin"),
         (f"{COMMON} --tenant a", "NAME=SHARE"),
         (f"{COMMON} --kv-tokens 32", "every request was refused"),
-        ("simulate --cost 5 --rate 0 --duration-s 3", "--num-requests"),
-        ("simulate --cost 5 --trace /nowhere.jsonl", "cannot be read"),
+        ("simulate --cost 12,0.05", "give BASE,ROW,TOKEN: three numbers"),
+        (
+            "simulate --cost 12,0.05,0.02 --prompt-tokens 5000",
+            "a prompt of 5000 tokens with 128 of output exceeds max_model_len, 4096",
+        ),
+        (f"{COMMON} --fair.burst many", "--fair.burst"),
+        ("simulate --cost 5,0,0 --rate 0 --duration-s 3", "--num-requests"),
+        ("simulate --cost 5,0,0 --trace /nowhere.jsonl", "cannot be read"),
         ("bench fit ftp://x", "http://HOST:PORT"),
         ("bench fit http://127.0.0.1:9 --batch-sizes 0", "--batch-sizes"),
     ],
@@ -150,6 +156,14 @@ def test_mistakes_are_one_message_and_status_2(line: str, said: str, capsys: pyt
     status, out, err = run(line, capsys)
     assert (status, out) == (2, "")
     assert said in err
+
+
+def test_an_option_of_a_policy_that_is_not_simulated_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was accepted, and changed nothing."""
+    status, _, err = run(f"{COMMON} --fair.output-weight 1", capsys)
+    assert status == 0
+    assert "warning: --fair.output-weight has no effect: the plugin 'fair' serves nothing here" in err
+    assert run(f"{COMMON} --fair.output-weight 1 --policy fair", capsys)[2] == ""
 
 
 def test_arrivals_know_their_prefix() -> None:

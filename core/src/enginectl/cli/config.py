@@ -31,7 +31,7 @@ def config_command(
     from enginectl.cli.tables import print_json
 
     resolved = invocation.resolve()
-    check_plugins(resolved.engine)
+    check_plugins(resolved.engine, resolved.origins)
     if as_json:
         print_json(as_data(resolved))
     else:

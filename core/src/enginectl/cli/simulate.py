@@ -62,7 +62,7 @@ def simulate_command(
     A step costs BASE + ROW * rows + TOKEN * tokens milliseconds. Options of a policy are given as for `serve`:
     --fair.output-weight 1.
     """
-    from enginectl.cli.startup import discover_quietly
+    from enginectl.cli.startup import discover_quietly, idle_options
     from enginectl.simulate import plot as plots
     from enginectl.simulate.cost import parse_cost
     from enginectl.simulate.engine import SimConfig
@@ -99,7 +99,16 @@ def simulate_command(
     )
     host = discover_quietly()
     host.check_sections(config.plugin_options)
+    origins = {
+        f"plugins.{plugin}.{key.replace('-', '_')}": f"--{plugin}.{key}"
+        for plugin, section in config.plugin_options.items()
+        for key in section
+    }
+    for plugin in config.plugin_options:
+        host.options(host.plugins[plugin], config.plugin_options, origins)
     policies = [name for text in policy or ["fcfs"] for name in text.split(",") if name]
+    for line in idle_options(origins, _serving(policies, config, host)):
+        typer.echo(f"warning: {line}", err=True)
     _compare(policies, repeats, config, host, as_json=as_json, picture=plot)
 
 
@@ -141,6 +150,17 @@ def make_traffic(
         )
         for name, share in shares.items()
     ]
+
+
+def _serving(policies: list[str], config: Any, host: Any) -> set[str]:
+    """Plugins whose parts are simulated."""
+    from enginectl.provider import Role
+
+    schedulers = host.catalogue[Role.SCHEDULER]
+    chosen = [schedulers[name] for name in policies if name in schedulers]
+    for role in (Role.KV_ALLOCATOR, *([Role.PREFIX_INDEX] if config.prefix_cache else [])):
+        chosen += host.catalogue[role].values()
+    return {entry.plugin.name for entry in chosen}
 
 
 def _compare(

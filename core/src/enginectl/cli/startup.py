@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -61,8 +61,11 @@ class Started:
         ]
 
 
-def check_plugins(config: EngineConfig) -> PluginHost:
-    """The plugins of this configuration. Raises PluginError or ConfigError for whatever is wrong with them."""
+def check_plugins(config: EngineConfig, origins: Mapping[str, str] | None = None) -> PluginHost:
+    """The plugins of this configuration. Raises PluginError or ConfigError for whatever is wrong with them.
+
+    origins: where each value came from, for messages.
+    """
     from enginectl.config_aliases import check_method, check_promises
     from enginectl.plugins import PluginHost
 
@@ -70,7 +73,7 @@ def check_plugins(config: EngineConfig) -> PluginHost:
     check_method(config, host)
     host.check_sections(config.plugin_options)
     for name in config.plugin_options:
-        host.options(host.plugins[name], config.plugin_options)
+        host.options(host.plugins[name], config.plugin_options, origins)
     host.check_choices(config.roles, config.scheduling_policy)
     check_promises(config, {role.value for role, entries in host.catalogue.items() if entries})
     return host
@@ -88,7 +91,7 @@ def check_start(resolved: Resolved) -> PluginHost:
     from enginectl.resolve import resolve_device
 
     config, server = resolved.engine, resolved.server
-    host = check_plugins(config)
+    host = check_plugins(config, resolved.origins)
     parsers: list[str] = []
     for flag, name in (
         ("--tool-call-parser", server.tool_call_parser),
@@ -170,7 +173,22 @@ async def launch_engine(resolved: Resolved, host: PluginHost, *, with_frontends:
         except BaseException:
             await client.close()
             raise
-    return Started(client, api, host, machine, observers, frontends)
+    started = Started(client, api, host, machine, observers, frontends)
+    for line in idle_options(resolved.origins, {row["plugin"] for row in started.table}):
+        log.warning("%s", line)
+    return started
+
+
+def idle_options(origins: Mapping[str, str], serving: Collection[str]) -> Iterator[str]:
+    """A line for each option of a plugin that does not serve, if a flag or a variable gave it for this very start.
+
+    A file may have sections for plugins that serve at other times. origins: `plugins.NAME.KEY` to the source.
+    """
+    for name, where in origins.items():
+        kind, _, rest = name.partition(".")
+        plugin = rest.rpartition(".")[0]
+        if kind == "plugins" and plugin and plugin not in serving and where.startswith(("--", "environment variable")):
+            yield f"{where} has no effect: the plugin {plugin!r} serves nothing here; choose it, or leave the option out"
 
 
 @contextmanager
