@@ -17,7 +17,7 @@ import pytest
 from enginectl import plugins as plugins_module
 from enginectl.context import Machine
 from enginectl.errors import ConfigError, PluginError, UnsupportedError
-from enginectl.packages import PACKAGES
+from enginectl.packages import BRING, PACKAGES
 from enginectl.plugins import PluginHost
 from enginectl.provider import Role
 
@@ -108,6 +108,32 @@ def test_the_packages_that_are_named_are_all_we_publish() -> None:
         project = tomllib.loads(path.read_text())["project"]
         found |= dict.fromkeys(project["entry-points"]["enginectl"], project["name"])
     assert found == PACKAGES
+
+
+def test_the_plugins_that_bring_a_role_bring_it() -> None:
+    """They are what a flag without its plugin says to install."""
+    host = PluginHost()
+    brought = {(role.value, entry.plugin.name) for role in Role for entry in host.catalogue[role].values()}
+    assert {(role, plugin) for role, plugins in BRING.items() for plugin in plugins} <= brought
+    assert {plugin for plugins in BRING.values() for plugin in plugins} <= set(PACKAGES)
+
+
+def test_a_refused_plugin_that_is_asked_for_says_why_it_was_refused(install: Install) -> None:
+    """Core knew the reason and said "no scheduler named 'bad'; did you mean …"."""
+    provider = "Provider(Role.{role}, '{name}', 'm:f', api=7)"
+    scheduler, adapter = provider.format(role="SCHEDULER", name="fate"), provider.format(role="ADAPTER", name="lora")
+    install("third-party", "0.3", bad=f"@hookimpl\ndef enginectl_scheduler(): return {scheduler}")
+    install("another", "2", worse=f"@hookimpl\ndef enginectl_adapter(): return {adapter}")
+    host = PluginHost(only_named=False)
+    words = r"'bad' \(third-party 0\.3\) cannot be used: scheduler 'fate' was written for API version 7.*choose another"
+    for name in ("bad", "fate"):
+        with pytest.raises(PluginError, match=f"no scheduler '{name}': plugin {words}"):
+            host.entry(Role.SCHEDULER, name)
+    with pytest.raises(PluginError, match="no scheduler named 'bda'; known: fair"):
+        host.entry(Role.SCHEDULER, "bda")
+    words = r"--enable-lora: plugin 'worse' \(another 2\) cannot be used: adapter 'lora' was written for"
+    with pytest.raises(PluginError, match=words):
+        raise host.missing(Role.ADAPTER, "--enable-lora")
 
 
 BROKEN = {

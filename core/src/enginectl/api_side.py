@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from enginectl.building import build_part
 from enginectl.config import EngineConfig
 from enginectl.context import BuildContext, Machine
 from enginectl.interfaces.detokenizer import Detokenizer, TextStream
@@ -68,4 +69,4 @@ class ApiSide:
 
     def _build(self, entry: Any) -> Any:
         options = self.host.options(entry.plugin, self._ctx.engine.plugin_options)
-        return entry.provider.build(self._ctx.with_(options=options))
+        return build_part(entry, self._ctx.with_(options=options))

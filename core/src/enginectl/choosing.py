@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 
+from enginectl.building import build_part, check_factory
 from enginectl.config import EngineConfig
 from enginectl.config_aliases import check_method
 from enginectl.config_checks import model_path
 from enginectl.context import BuildContext, Machine
-from enginectl.errors import ConfigError, ModelError, PluginError
+from enginectl.errors import ConfigError, ModelError, PluginError, UnsupportedError
 from enginectl.interfaces.model import ModelFamily, ModelSpec
 from enginectl.interfaces.weights import Checkpoint, WeightsSource
 from enginectl.negotiate import check_capabilities, check_state
@@ -25,12 +26,6 @@ from enginectl.resolve import resolve_lengths, resolve_overlap
 log = logging.getLogger("enginectl.compose")
 
 PHASES = ("decode", "prefill")
-
-_PACKAGES = {
-    Role.PREFIX_INDEX: "enginectl-prefix-cache",
-    Role.ADAPTER: "enginectl-lora-sgmv",
-    Role.SPECULATOR: "enginectl-spec-ngram or enginectl-spec-draft",
-}
 
 _BESIDE = frozenset({Role.DETOKENIZER, Role.FRONTEND, Role.PARSER, Role.OBSERVER})
 
@@ -101,9 +96,13 @@ class Chooser:
             return None
         entry = self._pick(role)
         if entry is None and asked:
-            raise PluginError(
-                f"{flag}: no installed plugin provides the role {role.value!r}; install {_PACKAGES[role]}"
-            )
+            reasons = "; ".join(f"{name}: {reason}" for of, name, reason in self.skipped if of == role.value)
+            if reasons:
+                raise UnsupportedError(
+                    f"{flag}: no installed {role.value} can serve here ({reasons}); `enginectl doctor` shows what this "
+                    "machine can run"
+                )
+            raise self.host.missing(role, flag)
         return entry
 
     def _wants_prefix_cache(self, spec: ModelSpec) -> bool | None:
@@ -148,6 +147,7 @@ class Chooser:
             config = msgspec.structs.replace(config, enable_chunked_prefill=False)
         if self.attention:
             check_capabilities({Role.ATTENTION: self.attention["decode"]}, spec, ctx)
+        self._check_factories()
         config = resolve_overlap(msgspec.structs.replace(config, device=ctx.device), ctx.device)
         config = resolve_lengths(config, spec, None)
         kv_dtype = ctx.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -156,6 +156,12 @@ class Chooser:
         adapters = Role.ADAPTER in self.chosen or Role.ADAPTER.value in self.overrides
         config = msgspec.structs.replace(config, kv_cache_dtype=kv_dtype, dtype=ctx.dtype, enable_lora=adapters)
         return ctx.with_(engine=config, model_spec=spec)
+
+    def _check_factories(self) -> None:
+        """Import what will be built once the weights are loaded: a wrong name there would cost that time."""
+        several = [entry for role in (Role.LOGITS_PROCESSOR, Role.GRAMMAR) for entry in self._serving(role)]
+        for entry in (*self.chosen.values(), *self.attention.values(), *several):
+            check_factory(entry)
 
     def _open(self) -> Checkpoint:
         path = model_path(self.config.model)
@@ -175,7 +181,7 @@ class Chooser:
         usable = [self.host.entry(Role.WEIGHTS, wanted)] if wanted else self._serving(Role.WEIGHTS)
         ctx = BuildContext(self.config, self.machine)
         for entry in usable:
-            source: WeightsSource = entry.provider.build(self._with_options(ctx, entry))
+            source: WeightsSource = build_part(entry, self._with_options(ctx, entry))
             if source.matches(path):
                 return entry, source
         names = ", ".join(entry.provider.name for entry in usable)
@@ -195,7 +201,7 @@ class Chooser:
         usable = [self.host.entry(Role.MODEL_FAMILY, wanted)] if wanted else self._serving(Role.MODEL_FAMILY)
         reasons = []
         for entry in usable:
-            family: ModelFamily = entry.provider.build(self._with_options(ctx, entry))
+            family: ModelFamily = build_part(entry, self._with_options(ctx, entry))
             reason = family.refuses(checkpoint)
             if reason is None:
                 self.chosen[Role.MODEL_FAMILY] = entry

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from enginectl.building import build_part
 from enginectl.choosing import Chooser
 from enginectl.config import EngineConfig
 from enginectl.config_checks import check_adapter_paths, check_memory
@@ -129,7 +130,7 @@ class Composer(Chooser):
             return backend
         backends = []
         for entry in (decode, prefill):
-            backends.append(entry.provider.build(self._with_options(ctx, entry)))
+            backends.append(build_part(entry, self._with_options(ctx, entry)))
             self._record(Role.ATTENTION, entry)
         return PhasedAttention(*backends)
 
@@ -139,7 +140,7 @@ class Composer(Chooser):
         entry = self.chosen.get(role)
         if entry is None:
             return None
-        part = entry.provider.build(self._with_options(ctx, entry))
+        part = build_part(entry, self._with_options(ctx, entry))
         self._record(role, entry)
         return part
 
@@ -161,7 +162,7 @@ class Composer(Chooser):
         """Everyone who serves the role, by name; the caller's own objects come last."""
         parts: dict[str, Any] = {}
         for entry in self._serving(role):
-            parts[entry.provider.name] = entry.provider.build(self._with_options(ctx, entry))
+            parts[entry.provider.name] = build_part(entry, self._with_options(ctx, entry))
             self._record(role, entry)
         given = self._given(role)
         if given is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import msgspec
@@ -98,6 +98,8 @@ def speculative_plugin(
 
 def unknown_method(method: str, host: PluginHost, where: str) -> PluginError:
     """The error for a speculative method that no speculator plugin has the name of."""
+    if (refused := host.refused(Role.SPECULATOR, method)) is not None:
+        return PluginError(f"{where}: {refused}")
     names = {entry.plugin.name for entry in host.catalogue[Role.SPECULATOR].values()}
     return PluginError(f"{where}: {unknown('speculative method', method, names, hint=install_hint(method))}")
 
@@ -118,14 +120,14 @@ def plugin_name(given: str, installed: Iterable[str], where: str) -> str:
     raise PluginError(f"{where}: {unknown('plugin', given, names, hint=install_hint(given))}")
 
 
-def check_promises(config: EngineConfig, provided: Collection[str]) -> None:
-    """Raise PluginError if a flag promises what no installed plugin provides. provided: roles with a provider."""
-    for wanted, flag, role, package in (
-        (config.enable_lora, "--enable-lora", "adapter", "enginectl-lora-sgmv"),
-        (config.enable_prefix_caching, "--enable-prefix-caching", "prefix_index", "enginectl-prefix-cache"),
+def check_promises(config: EngineConfig, host: PluginHost) -> None:
+    """Raise PluginError if a flag promises what no installed plugin provides."""
+    for wanted, flag, role in (
+        (config.enable_lora, "--enable-lora", Role.ADAPTER),
+        (config.enable_prefix_caching, "--enable-prefix-caching", Role.PREFIX_INDEX),
     ):
-        if wanted and role not in provided:
-            raise PluginError(f"{flag}: no installed plugin provides the role {role!r}. pip install {package}")
+        if wanted and not host.catalogue[role]:
+            raise host.missing(role, flag)
 
 
 def _where(origins: MutableMapping[str, str], name: str) -> str:

@@ -19,7 +19,7 @@ from enginectl.config_values import from_json, wrong_option
 from enginectl.context import Machine
 from enginectl.errors import ConfigError, PluginError, UnsupportedError, nearest, unknown
 from enginectl.hookspecs import HookSpecs
-from enginectl.packages import install_hint
+from enginectl.packages import BRING, canonical, install_hint, role_hint
 from enginectl.provider import API_VERSION, CARDINALITY, Cardinality, Provider, Role
 
 ENTRY_POINT_GROUP = "enginectl"
@@ -33,7 +33,10 @@ _OPTION = re.compile(r" - at `\$\.(\w+)")
 
 @dataclass(slots=True)
 class Plugin:
-    """An entry point: its name, where it comes from, and why it cannot be used (error), if so."""
+    """An entry point: its name, where it comes from, and why it cannot be used (error), if so.
+
+    offered: what it brought, which is what it provides unless it was refused.
+    """
 
     name: str
     distribution: str
@@ -41,6 +44,7 @@ class Plugin:
     target: str
     error: str | None = None
     providers: list[Provider] = field(default_factory=list)
+    offered: list[Provider] = field(default_factory=list)
 
     @property
     def is_core(self) -> bool:
@@ -121,9 +125,7 @@ class PluginHost:
         plugin.error = reason
         plugin.providers = []
         if plugin.name in self.named:
-            advice = "Fix or update that package, or leave it out of --plugins."
-            stop = "" if reason.endswith("?") else "."
-            raise PluginError(f"plugin {plugin.origin} cannot be used: {reason}{stop} {advice}") from cause
+            raise PluginError(_refusal(plugin, "or leave it out of --plugins")) from cause
         log.warning("plugin %s ignored: %s", plugin.origin, reason)
 
     def register(self, target: object, plugin: Plugin) -> None:
@@ -134,7 +136,7 @@ class PluginHost:
         try:
             self._manager.register(target, name=plugin.name)
             self._check_hooks(target, plugin)
-            providers = self._collect(target)
+            providers = plugin.offered = self._collect(target)
             for provider in providers:
                 self._check_provider(provider, providers)
         except Exception as error:
@@ -207,8 +209,27 @@ class PluginHost:
         entries = self.catalogue[role]
         if name not in entries:
             what = role.value.replace("_", " ")
+            if (refused := self.refused(role, name)) is not None:
+                raise PluginError(f"no {what} {name!r}: {refused}")
             raise PluginError(unknown(what, name, entries, hint=f"{install_hint(name)}."))
         return entries[name]
+
+    def refused(self, role: Role, name: str) -> str | None:
+        """Why the plugin of that name, or the one that brought a provider of that name, cannot be used; None if it can."""
+        for plugin in self.plugins.values():
+            names = {plugin.name, *(p.name for p in plugin.offered if p.role is role)}
+            if plugin.error is not None and canonical(name) in map(canonical, names):
+                return _refusal(plugin, "or choose another")
+        return None
+
+    def missing(self, role: Role, flag: str) -> PluginError:
+        """The error for a flag that needs a role which no plugin provides: refused, or not installed."""
+        brought = [p.name for plugin in self.plugins.values() for p in plugin.offered if p.role is role]
+        for name in (*brought, *BRING[role.value]):
+            refused = self.refused(role, name)
+            if refused is not None:
+                return PluginError(f"{flag}: {refused}")
+        return PluginError(f"{flag}: no installed plugin provides the role {role.value!r}. {role_hint(role.value)}")
 
     def select(self, role: Role, machine: Machine, wanted: str | None = None, *, phase: str | None = None) -> Selection:
         """Who serves this role here. An explicit name wins, then named plugins, then the highest rank.
@@ -338,6 +359,11 @@ def unsupported_reason(provider: Provider, machine: Machine) -> str | None:
         return provider.unsupported(machine)
     except Exception as error:
         return f"its check failed: {type(error).__name__}: {error}"
+
+
+def _refusal(plugin: Plugin, otherwise: str) -> str:
+    stop = "" if plugin.error is not None and plugin.error.endswith("?") else "."
+    return f"plugin {plugin.origin} cannot be used: {plugin.error}{stop} Fix or update that package, {otherwise}."
 
 
 def _discovery_order(point: EntryPoint) -> tuple[bool, str, str]:

@@ -117,11 +117,16 @@ class Provider:
     config: type[msgspec.Struct] | None = None
     summary: str = ""
 
-    def build(self, ctx: BuildContext) -> Any:
-        """Import what is needed and make the object. Called once per engine and role."""
+    def load_factory(self) -> Callable[[BuildContext], Any]:
+        """The factory, imported if it is given by name. Raises what the import raises, TypeError if it is not callable."""
         factory = self.factory
         if isinstance(factory, str):
             module, _, attribute = factory.partition(":")
             factory = getattr(importlib.import_module(module), attribute)
-        assert callable(factory), f"{self.role} {self.name!r}: the factory is not callable"
-        return factory(ctx)
+        if not callable(factory):
+            raise TypeError(f"the factory of {self.role.value} {self.name!r} is not callable: {factory!r}")
+        return factory
+
+    def build(self, ctx: BuildContext) -> Any:
+        """Import what is needed and make the object. Called once per engine and role."""
+        return self.load_factory()(ctx)

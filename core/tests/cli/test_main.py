@@ -291,7 +291,7 @@ class TestConfigCommand:
 )
 def test_a_flag_whose_plugin_is_missing_names_the_package(fields: dict[str, bool], package: str) -> None:
     with pytest.raises(PluginError, match=f"pip install {package}"):
-        check_promises(EngineConfig(model="M", **fields), {"scheduler"})  # type: ignore[arg-type]
+        check_promises(EngineConfig(model="M", **fields), PluginHost(only_named=True))  # type: ignore[arg-type]
 
 
 def test_plugins_add_commands_and_replace_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def check_plugins(config: EngineConfig, origins: Mapping[str, str] | None = None
     for name in config.plugin_options:
         host.options(host.plugins[name], config.plugin_options, origins)
     host.check_choices(config.roles, config.scheduling_policy)
-    check_promises(config, {role.value for role, entries in host.catalogue.items() if entries})
+    check_promises(config, host)
     return host
 
 

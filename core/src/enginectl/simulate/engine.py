@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from enginectl.building import build_part
 from enginectl.config import EngineConfig
 from enginectl.context import BuildContext, Machine
 from enginectl.engine.admission import Admission
@@ -165,7 +166,7 @@ def build_engine(config: SimConfig, host: PluginHost) -> SimEngine:
     ctx = BuildContext(engine, _MACHINE, kv_layout=layout)
 
     def build(entry: Entry) -> Any:
-        return entry.provider.build(ctx.with_(options=host.options(entry.plugin, config.plugin_options)))
+        return build_part(entry, ctx.with_(options=host.options(entry.plugin, config.plugin_options)))
 
     index = None
     if config.prefix_cache:
