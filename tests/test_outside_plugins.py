@@ -139,6 +139,48 @@ PACKAGES = {
                 return Greeter()
         """,
     },
+    "lottery": {
+        "hooks": """
+            from enginectl import Provider, Role, hookimpl
+
+            class Plugin:
+                @hookimpl
+                def enginectl_scheduler(self):
+                    return [
+                        Provider(Role.SCHEDULER, name, f"acme_lottery.scheduler:{name}", rank=-1)
+                        for name in ("unlicensed", "unready", "misfit", "misspelt", "refusing")
+                    ]
+
+            plugin = Plugin()
+        """,
+        "scheduler": """
+            from enginectl.errors import ConfigError
+            from enginectl.interfaces.scheduler import Scheduler
+
+            class Unready(Scheduler):
+                def add(self, request):
+                    raise AssertionError("never reached")
+                def __len__(self):
+                    return 0
+                def candidates(self, now):
+                    return iter(())
+
+            class Misfit(Unready):
+                def remove(self, request): ...
+
+            def unlicensed(ctx):
+                raise ValueError("no license file")
+
+            def unready(ctx):
+                return Unready()
+
+            def misfit(ctx):
+                return Misfit()
+
+            def refusing(ctx):
+                raise ConfigError("--lottery.tickets: buy one")
+        """,
+    },
     "faulty": {
         "broken": "import a_module_that_is_not_there",
         "ancient": """
@@ -266,6 +308,37 @@ class TestBrokenPlugins:
         assert FAULTS[name] in message
         assert message.endswith("leave it out of --plugins.")
         assert "Traceback" not in done.stderr
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("unlicensed", "could not build its scheduler: ValueError: no license file; fix or update"),
+            ("unready", "could not build its scheduler: TypeError: Can't instantiate abstract class Unready"),
+            ("misspelt", "could not build its scheduler: AttributeError: module 'acme_lottery.scheduler' has no"),
+            (
+                "misfit",
+                "cannot serve as scheduler: Misfit.add takes (request), and is called with (request, *, resumed)",
+            ),
+            ("refusing", "--lottery.tickets: buy one"),
+        ],
+    )
+    def test_one_that_cannot_be_built_or_does_not_fit_is_refused_at_start(
+        self, name: str, message: str, good_site: Path, tiny_llama: Path, enginectl: Run
+    ) -> None:
+        """Law 23. It was a bare error with status 1, or the first request killed the engine."""
+        options = ["--max-tokens", "1", "--device", "cpu", "--scheduler", name]
+        done = enginectl("generate", str(tiny_llama), "hi", *options, env={"PYTHONPATH": str(good_site)})
+        assert done.returncode == 2
+        *_, last = done.stderr.splitlines()
+        origin = "" if name == "refusing" else "plugin 'lottery' (acme-lottery 1.2.3) "
+        assert last.startswith(f"error: {origin}{message}")
+        assert "Traceback" not in done.stderr
+
+    def test_a_refused_one_that_is_asked_for_by_its_part_says_why(self, site: Path, enginectl: Run) -> None:
+        done = enginectl("serve", "M", "--sampler", "ancient", env={"PYTHONPATH": str(site)})
+        assert done.returncode == 2
+        reason = "plugin 'ancient' (acme-faulty 1.2.3) cannot be used: sampler 'ancient' was written for API version 0"
+        assert f"error: no sampler 'ancient': {reason}" in done.stderr
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
