@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from enginectl import builtin
 from enginectl.building import INTERFACES, build_part, interface_of, misfit
@@ -104,6 +105,15 @@ def test_what_a_factory_says_on_purpose_passes_unchanged(error: type[EnginectlEr
     with pytest.raises(error) as caught:
         build(factory)
     assert caught.value is raised
+
+
+@pytest.mark.parametrize("error", [MemoryError("of 1 GiB"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_factory_without_memory_is_no_fault_of_the_plugin(error: Exception) -> None:
+    def factory(ctx: BuildContext) -> Any:
+        raise error
+
+    with pytest.raises(OutOfMemoryError, match=r"'lottery' \(acme-lottery 1\.2\) could not .*; lower --max-num-seqs"):
+        build(factory)
 
 
 def with_method(base: type, name: str, method: Any) -> object:

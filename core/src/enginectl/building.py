@@ -10,7 +10,7 @@ import inspect
 from typing import Any
 
 from enginectl.context import BuildContext
-from enginectl.errors import EnginectlError, PluginError
+from enginectl.errors import EnginectlError, OutOfMemoryError, PluginError
 from enginectl.plugins import Entry
 from enginectl.provider import CARDINALITY, Cardinality, Role
 
@@ -142,11 +142,16 @@ def _takes_all_calls(found: inspect.Signature, parameters: list[inspect.Paramete
     return True
 
 
-def _not_built(entry: Entry, error: Exception) -> PluginError:
+def _not_built(entry: Entry, error: Exception) -> EnginectlError:
     role = entry.provider.role
     said = str(error).rstrip(".")
     reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return PluginError(f"plugin {entry.plugin.origin} could not build its {_words(role)}: {reason}; {_advice(role)}")
+    what = f"plugin {entry.plugin.origin} could not build its {_words(role)}: {reason}"
+    if (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    ):  # torch's, which is not imported here
+        return OutOfMemoryError(f"{what}; lower --max-num-seqs or --max-num-batched-tokens, or free memory")
+    return PluginError(f"{what}; {_advice(role)}")
 
 
 def _words(role: Role) -> str:

@@ -98,6 +98,8 @@ def check_start(resolved: Resolved) -> PluginHost:
         ("--reasoning-parser", server.reasoning_parser),
     ):
         if name is not None and name not in host.catalogue[Role.PARSER]:
+            if (refused := host.refused(Role.PARSER, name)) is not None:
+                raise PluginError(f"{flag}: {refused}")
             known = host.catalogue[Role.PARSER]
             hint = "Install the package that brings it, or see `enginectl plugins`"
             raise PluginError(f"{flag}: {unknown('parser', name, known, hint=hint)}")
