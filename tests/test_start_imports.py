@@ -1,4 +1,4 @@
-"""A native model starts without transformers, whose import takes a second."""
+"""A native model starts without transformers, and the API process without torch: each import takes a second."""
 
 from __future__ import annotations
 
@@ -22,14 +22,25 @@ assert "transformers" not in sys.modules, "transformers was imported"
 """
 
 
-def compose_elsewhere(model: Path) -> None:
+CHECK = """
+import sys
+from enginectl.cli.startup import check_start
+from enginectl.config import EngineConfig, ServerConfig
+from enginectl.config_sources import Resolved
+from enginectl.logs import LogConfig
+check_start(Resolved(EngineConfig(model=sys.argv[1]), ServerConfig(), LogConfig(), {}))
+assert "torch" not in sys.modules, "torch was imported"
+"""
+
+
+def run_elsewhere(code: str, model: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("ENGINECTL_")}
-    done = subprocess.run([sys.executable, "-c", COMPOSE, str(model)], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, str(model)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_native_model_starts_without_transformers(tiny_llama: Path) -> None:
-    compose_elsewhere(tiny_llama)
+    run_elsewhere(COMPOSE, tiny_llama)
 
 
 @pytest.mark.model
@@ -38,4 +49,9 @@ def test_a_gguf_with_its_tokenizer_converted_starts_without_transformers(demo_mo
     from enginectl.builtin.weights.gguf import GGUFSource
 
     GGUFSource().open(demo_model).tokenizer_dir()
-    compose_elsewhere(demo_model)
+    run_elsewhere(COMPOSE, demo_model)
+
+
+def test_what_is_checked_before_the_engine_starts_needs_no_torch(tiny_llama: Path) -> None:
+    """To ask the weights sources who reads the model imported it, a second of each start."""
+    run_elsewhere(CHECK, tiny_llama)

@@ -84,7 +84,6 @@ def check_start(resolved: Resolved) -> PluginHost:
 
     Raises EnginectlError; imports no torch and starts nothing.
     """
-    from enginectl.choosing import Chooser
     from enginectl.config_checks import check_adapter_paths, check_memory, check_tokenizer, model_path
     from enginectl.machine import detect_machine, seen_from
     from enginectl.provider import Role
@@ -108,6 +107,7 @@ def check_start(resolved: Resolved) -> PluginHost:
         from enginectl.builtin.chat_template import given_template
 
         given_template(server.chat_template)
+    model_path(config.model)  # raises if there is none; who reads it is the engine's to say, which has torch
     check_tokenizer(config)
     check_adapter_paths(config)
     machine = detect_machine()
@@ -116,7 +116,6 @@ def check_start(resolved: Resolved) -> PluginHost:
     _check_choices(config, host, machine)
     for name in parsers:
         host.select(Role.PARSER, machine, name)
-    Chooser(config, machine, host).find_source(model_path(config.model))
     return host
 
 
