@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from enginectl.testing.architectures.kinds import LATENT, MIXED, VOCAB_SIZE, Architecture, packed
+
+_LATER_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": [*MIXED[:2], *MIXED[:2]],
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 16,
+}
+"""The last two layers take keys and values from the first two."""
 
 SHARED_KEYS: dict[str, Architecture] = {
     "minicpm3": packed("minicpm3", "narrow values", dim_model_base=24, **LATENT),
@@ -17,11 +28,7 @@ SHARED_KEYS: dict[str, Architecture] = {
         "GQA",
         "mixed",
         "window",
-        num_hidden_layers=4,
-        layer_types=[*MIXED[:2], *MIXED[:2]],
-        num_kv_shared_layers=2,
-        vocab_size_per_layer_input=VOCAB_SIZE,
-        hidden_size_per_layer_input=16,
+        **_LATER_LAYERS,
         laurel_rank=8,
         activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
     ),
@@ -30,10 +37,6 @@ SHARED_KEYS: dict[str, Architecture] = {
         "GQA",
         "mixed",
         "window",
-        num_hidden_layers=4,
-        layer_types=[*MIXED[:2], *MIXED[:2]],
-        num_kv_shared_layers=2,
-        vocab_size_per_layer_input=VOCAB_SIZE,
-        hidden_size_per_layer_input=16,
+        **_LATER_LAYERS,
     ),
 }
